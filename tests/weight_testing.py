@@ -16,7 +16,7 @@ from coati.config import Deadlines, TopologySettings
 from coati.models.lora import LoRAConstructor
 from coati.models.memory import iter_state_chunks
 from coati.monitor.timeline import Timeline
-from coati.weights.message import Chunk, MadeChunk, UpdateHeader, WeightManifest, WeightMessage
+from coati.weights.message import Chunk, UpdateHeader, WeightManifest, WeightMessage, checksum_of
 from coati.weights.message import value_chunk as made_by_value
 from coati.weights.receiver import WeightReceiver
 from coati.weights.recipients import Recipients
@@ -102,13 +102,13 @@ def header_of(version=1, source="trainer 0", **options):
 
 def hashed(chunk):
     """A chunk by value with the checksum of its bytes."""
-    info = dataclasses.replace(chunk.info, checksum=None)
-    return MadeChunk(dataclasses.replace(chunk, info=info), torch.from_numpy(chunk.data.copy())).with_checksum()
+    info = dataclasses.replace(chunk.info, checksum=checksum_of(chunk.info, torch.from_numpy(chunk.data.copy())))
+    return dataclasses.replace(chunk, info=info)
 
 
 def value_chunk(module, tensors, index=0):
     """A chunk by value, with its checksum."""
-    return made_by_value(index, module, tensors).with_checksum()
+    return made_by_value(index, module, tensors)
 
 
 def trainable(model):
@@ -125,8 +125,8 @@ def state_of(models, *, max_bytes=64, is_full=True):
 def messages_of(models, *, memory=None, header=None, is_full=True, max_bytes=64):
     """All messages of one update, as a sender makes them."""
     header, make = header or header_of(), made_by_value if memory is None else memory.make_chunk
-    made = [make(index, *state) for index, state in enumerate(state_of(models, max_bytes=max_bytes, is_full=is_full))]
-    chunks = [one.with_checksum() for one in made]
+    states = state_of(models, max_bytes=max_bytes, is_full=is_full)
+    chunks = [make(index, *state) for index, state in enumerate(states)]
     manifest = WeightManifest(
         chunks=tuple(chunk.info for chunk in chunks),
         is_full=is_full,

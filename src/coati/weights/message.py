@@ -82,8 +82,8 @@ class ChunkInfo:
 
     module: str
     tensors: tuple[TensorSpec, ...]
-    checksum: int | None = None
-    """Over the module, the specs and the bytes; None until it is computed."""
+    checksum: int = 0
+    """Over the module, the specs and the bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -155,24 +155,17 @@ def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
     }
 
 
-class MadeChunk(NamedTuple):
-    """A chunk at its sender, without its checksum, and the memory that its bytes are in."""
-
-    chunk: Chunk
-    memory: Tensor
-
-    def with_checksum(self) -> Chunk:
-        """The chunk with the checksum of what is in its memory now."""
-        info = dataclasses.replace(self.chunk.info, checksum=checksum_of(self.chunk.info, self.memory))
-        return dataclasses.replace(self.chunk, info=info)
-
-
-def value_chunk(index: int, module: str, tensors: Mapping[str, Tensor]) -> MadeChunk:
+def value_chunk(index: int, module: str, tensors: Mapping[str, Tensor]) -> Chunk:
     """Copy tensors into a chunk that travels with its bytes."""
+    memory = torch.zeros(layout(specs_of(tensors))[1], dtype=torch.uint8)
+    return Chunk(index=index, info=_fill(memory, module, tensors), data=memory.numpy())
+
+
+def _fill(memory: Tensor, module: str, tensors: Mapping[str, Tensor]) -> ChunkInfo:
+    """Copy tensors into the memory of a chunk; returns what the manifest lists of it."""
     info = ChunkInfo(module=module, tensors=specs_of(tensors))
-    memory = torch.zeros(layout(info.tensors)[1], dtype=torch.uint8)
     copy_all(list(views(memory, info.tensors).values()), list(tensors.values()))
-    return MadeChunk(Chunk(index=index, info=info, data=memory.numpy()), memory)
+    return dataclasses.replace(info, checksum=checksum_of(info, memory))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,18 +216,16 @@ class CardMemory:
     def probe(self) -> Chunk:
         """A chunk for receivers to try. Raises RuntimeError if this system shares no such memory."""
         random = torch.frombuffer(bytearray(os.urandom(256)), dtype=torch.uint8)
-        return self.make_chunk(-1, "probe", {"random": random}).with_checksum()
+        return self.make_chunk(-1, "probe", {"random": random})
 
-    def make_chunk(self, index: int, module: str, tensors: Mapping[str, Tensor]) -> MadeChunk:
+    def make_chunk(self, index: int, module: str, tensors: Mapping[str, Tensor]) -> Chunk:
         """Copy the tensors into the buffer of a chunk of this number."""
-        info = ChunkInfo(module=module, tensors=specs_of(tensors))
-        size = layout(info.tensors)[1]
+        size = layout(specs_of(tensors))[1]
         if index not in self._buffers or self._buffers[index][0].numel() < size:
             buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
             self._buffers[index] = buffer, CardHandle.of(buffer)
         buffer, handle = self._buffers[index]
-        copy_all(list(views(buffer, info.tensors).values()), list(tensors.values()))
-        return MadeChunk(Chunk(index=index, info=info, handle=handle), buffer[:size])
+        return Chunk(index=index, info=_fill(buffer[:size], module, tensors), handle=handle)
 
 
 class ChunkReader:
@@ -256,7 +247,7 @@ class ChunkReader:
                 data = tensor_of(np.asarray(chunk.data)) if buffer is None else _copied(buffer[:size])
                 found = checksum_of(info, data)
             if found != info.checksum:
-                raise ValueError(f"its checksum is {found:#x}, but was {info.checksum or 0:#x} when it was sent")
+                raise ValueError(f"its checksum is {found:#x}, but was {info.checksum:#x} when it was sent")
         return views(data, info.tensors)
 
     def _opened(self, index: int, handle: CardHandle) -> Tensor:

@@ -4,16 +4,15 @@ begin_update ─ read weights ─ chunks ─► makers: stage ─┐      the le
                worker thread: manifest, answers ◄──────┘ verify, commit
 """
 
-import functools
 import itertools
 import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from coati import faults
 from coati.background import BackgroundThread
@@ -26,7 +25,6 @@ from coati.weights.message import (
     CardMemory,
     Chunk,
     ChunkInfo,
-    MadeChunk,
     UpdateHeader,
     WeightManifest,
     WeightMessage,
@@ -35,7 +33,6 @@ from coati.weights.message import (
 from coati.weights.recipients import Recipients, UpdateCalls
 from coati.wire import tensor_digest
 
-T = TypeVar("T")
 Digests = dict[str, dict[str, str]]
 """The `tensor_digest` of each trained weight, by model and name."""
 
@@ -89,7 +86,7 @@ class WeightSender:
         self._on_read = on_read
         self.memory: CardMemory | None = None  # what updates are lent in; None: they travel by value
         self._must_probe = True  # the makers have not been asked yet
-        self._worker = BackgroundThread(name="weights")  # hashes chunks, then waits for answers
+        self._worker = BackgroundThread(name="weights")  # waits for answers
         self._under_way: Future[None] | None = None
         self._published: Future[None] | None = None  # the last one from `publish` that `check` has not raised
 
@@ -195,32 +192,18 @@ class WeightSender:
     def _chunks(
         self, memory: CardMemory | None, is_full: bool, max_mib: float | None, digests: Digests
     ) -> Iterator[Chunk]:
-        """The weights of all models, with checksums; adds to the models' `digests`, if they are wanted.
-
-        A chunk is hashed in the worker thread while the next is made: both take about as long, and neither holds the
-        interpreter's lock.
-        """
+        """The weights of all models, in chunks; adds to the models' `digests`, if they are wanted."""
         make = value_chunk if memory is None else memory.make_chunk
         max_mib = max_mib or max(self._settings.chunk_mib, 0.0 if memory is None else memory.least_chunk_mib)
         numbers = itertools.count()
-
-        def finish(made: MadeChunk, tensors: Mapping[str, Tensor], trained: set[str]) -> Chunk:
-            if self._on_read is not None:
-                found = {name: tensor_digest(tensor) for name, tensor in tensors.items() if name in trained}
-                digests[made.chunk.info.module] |= found
-            return made.with_checksum()
-
-        def finishing() -> Iterator[Future[Chunk]]:
-            for label, model in self._models.items():
-                parameters = self._strategy.unwrap_model(model).named_parameters()
-                trained = {name for name, parameter in parameters if parameter.requires_grad}
-                options = {"dtype": self._strategy.compute_dtype, "names": None if is_full else trained}
-                for tensors in self._strategy.get_model_state_dict_shard(model, shard_size=max_mib, **options):
-                    made = make(next(numbers), label, tensors)
-                    yield self._worker.run(functools.partial(finish, made, tensors, trained))
-
-        for finished, _next in itertools.pairwise(itertools.chain(finishing(), [Future()])):
-            yield self._ended(finished, "the checksum of a chunk of weights").result()
+        for label, model in self._models.items():
+            parameters = self._strategy.unwrap_model(model).named_parameters()
+            trained = {name for name, parameter in parameters if parameter.requires_grad}
+            options = {"dtype": self._strategy.compute_dtype, "names": None if is_full else trained}
+            for tensors in self._strategy.get_model_state_dict_shard(model, shard_size=max_mib, **options):
+                if self._on_read is not None:
+                    digests[label] |= {name: tensor_digest(t) for name, t in tensors.items() if name in trained}
+                yield make(next(numbers), label, tensors)
 
     def _choose_memory(self) -> CardMemory | None:
         """Ask makers whether they can open the shared memory, if there are any that have not been asked."""
@@ -234,11 +217,13 @@ class WeightSender:
             self.memory = self._shared if can_share else None
         return self.memory
 
-    def _ended(self, future: "Future[T]", what: str = "the makers to verify the last update of weights") -> "Future[T]":
-        """Wait for a call in the worker thread, which keeps to the deadline of an update itself."""
+    def _ended(self, update: "Future[None]") -> "Future[None]":
+        """Wait for an update in the worker thread, which keeps to its deadline itself."""
         seconds = self.recipients.update_seconds + _GRACE_SECONDS
         try:
-            future.exception(seconds)
+            update.exception(seconds)
         except TimeoutError:
-            raise DeadlineExceeded(f"waited {seconds:g} s for {what}.") from None
-        return future
+            raise DeadlineExceeded(
+                f"waited {seconds:g} s for the makers to verify the last update of weights."
+            ) from None
+        return update

@@ -323,7 +323,7 @@ def test_any_flipped_bit_is_seen(bit):
 def test_a_chunk_cannot_drop_its_checksum_on_the_way(make_models, maker):
     sent = messages_of(make_models(7))
     with pytest.raises(WeightUpdateError, match="its checksum is"):
-        deliver(replaced(sent, 0, with_info(flipped(sent.chunks[0], 0), checksum=None)), maker)
+        deliver(replaced(sent, 0, with_info(flipped(sent.chunks[0], 0), checksum=0)), maker)
 
 
 # Versions.
