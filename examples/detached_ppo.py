@@ -69,7 +69,7 @@ def main() -> None:
     loops = [maker.workingloop.remote(prompts), trainer.fit.remote(total_steps=STEPS, update_steps=1)]
     ray.get(loops, timeout=600)
     ray.get(trainer.strategy_save_actor.remote(OUTPUT), timeout=60)
-    records = ray.get(maker.records_since.remote(0), timeout=60).records
+    records = ray.get(maker.report.remote(), timeout=60).records.records
     first, last = (record["metrics"]["reward/mean"].value for record in (records[0], records[-1]))
     ray.shutdown()
     print(f"Mean reward of the first batch {first:.2f}, of the last {last:.2f}. Model: {OUTPUT}")

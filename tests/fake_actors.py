@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 from thread_peers import PATIENCE, ThreadPeers
 
+from coati.actors.host import Progress, Report
 from coati.monitor.records import RecordLog
 from coati.ray.actor_factory import ActorFactory
 
@@ -16,14 +17,9 @@ class Actor:
         self.records, self.spans, self.ended = RecordLog(), RecordLog(), threading.Event()
         self.error, self.has_weights = None, True
 
-    def progress(self):
-        return SimpleNamespace(state="working", has_weights=self.has_weights)
-
-    def records_since(self, cursor):
-        return self.records.since(cursor)
-
-    def spans_since(self, cursor):
-        return self.spans.since(cursor)
+    def report(self, record_cursor, span_cursor):
+        progress = Progress("working", version=0, num_samples=0, has_weights=self.has_weights)
+        return Report(progress, self.records.since(record_cursor), self.spans.since(span_cursor), num_batches=3)
 
     def stop(self):
         self.ended.set()
@@ -63,9 +59,6 @@ class Trainer(Actor):
 
     def sync_models_to_remote_makers(self):
         self.is_synced = True
-
-    def buffer_get_length(self):
-        return 3
 
     def change_makers(self, names):
         self.makers = names

@@ -2,8 +2,8 @@
 
 A sample's draws are keyed by its number, and on a CPU its bits do not depend on its company. So a run is determined by
 its settings and by what its journal says: which weights wrote and scored a sample (a delivery), and what was trained on
-in which order (picks). The synchronous run does the work. It makes a delivery again when the first of its groups is
-picked, with the weights that the journal names, and compares each version with the journal's digests.
+in which order (picks). The synchronous run does the work, along the events of the journal: it makes a delivery again
+with the weights that it names, and compares weights that are published with their digests.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from torch import Tensor
 from coati import build
 from coati.batching import pad_items, split_experience_batch
 from coati.checks import avoid_hub_without_network
-from coati.config import RunSettings, load_config
+from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import CheckpointError, ConfigError, ReplayDiffers
 from coati.experience import BufferItem, Experience
@@ -31,12 +31,13 @@ from coati.ledger.journal import JournalContent, read_journals
 from coati.ledger.rules import Event
 from coati.monitor.run_log import RunLog
 from coati.rollout.engine import Response, RolloutRequest
-from coati.run_folder import changed_settings, earlier_settings, resumed_settings
+from coati.run_folder import resumed_settings
 from coati.synchronous import SynchronousRun
 
+_Weights = dict[str, dict[str, Tensor]]
+"""Tensors by model and name."""
+
 _DIGITS = 8  # of the digest of one tensor
-_HARMLESS_SECTIONS = ("run", "logging", "deadlines", "topology", "eval")
-_HARMLESS = ("reward.search_paths", "train.save_every", "train.checkpoints_kept")
 
 
 class ReplayedRun(SynchronousRun):
@@ -51,26 +52,19 @@ class ReplayedRun(SynchronousRun):
         parts: build.Parts | None = None,
         on_version: Callable[[int, int], None],
     ) -> None:
-        events, self._on_version = journal.events, on_version
-        # Samples that had been trained on when a version was made.
-        self._ends: dict[int, int] = {event["train"]: event["samples"] for event in events if "train" in event}
-        self._published = deque(event for event in events if "publish" in event)
-        newest = max(self._ends.keys() & {event["publish"] for event in self._published}, default=0)
+        events, self._rules, self._on_version = journal.events, journal.rules, on_version
+        made, published = ({event[kind] for event in events if kind in event} for kind in ("train", "publish"))
+        newest = max(made & published, default=0)
         self.last = newest if until is None else min(until, newest)
         """The version up to which the run is followed."""
         self.num_sampled = 0
-        picks = [number for event in events for number in event.get("pick", ())]
-        picks = picks[: -(-self._ends.get(self.last, 0) // journal.rules.group_size)]
-        self._picks = iter(picks)
-        self._deliveries = _deliveries(events)
-        used = {id(event): event for event in map(self._deliveries.__getitem__, picks)}
-        # Deliveries that weights are still needed for, and these, by the number of their `publish`; then by model.
-        self._num_uses = Counter(number for event in used.values() for number in {*event["sent"].values()})
-        self._kept: dict[int, dict[str, dict[str, Tensor]]] = {}
-        self._num_sent = 0
+        self._events = iter(events)
+        # The deliveries for which the weights of a version are still needed.
+        self._num_uses = Counter(version for event in events for version in _versions_of(event))
+        self._weights: dict[int, dict[str, _Weights]] = {}  # by version; those of all makers are under ""
+        self._holders: dict[int, str] = {}  # makers, by the number of a group
         self._made: dict[int, list[BufferItem]] = {}  # by the number of their group
         self._picked: deque[BufferItem] = deque()  # in no batch
-        self._rules = journal.rules
         buffer = LeasedBuffer(journal.rules, config.train.batch_size)
         super().__init__(config, RunLog(None, total_steps=0), parts=parts, buffer=buffer)
         self._max_staleness = -1  # of a journal that was changed, the weights tell
@@ -80,15 +74,12 @@ class ReplayedRun(SynchronousRun):
 
     def next_batch(self) -> Experience | None:
         """The batch that was trained on next; None if the version was ended before it was."""
-        self._update_remote_makers()
-        if self.num_sampled >= self._ends[self.version + 1]:
-            return None
         size = self._config.train.batch_size
         while len(self._picked) < size:
-            number = next(self._picks)
-            if number not in self._made:
-                self._make(self._deliveries[number])
-            self._picked += self._made.pop(number)
+            event = next(self._events, {"train": 0})
+            if "train" in event:
+                return None
+            self._follow(event)
         batch = [self._picked.popleft() for _ in range(size)]
         self.num_sampled += size
         return pad_items(sorted(batch, key=self._number_of))
@@ -106,26 +97,43 @@ class ReplayedRun(SynchronousRun):
         return self.version >= self.last
 
     def _update_remote_makers(self, fully_update: bool = False, **_: Any) -> None:  # noqa: ARG002  (all are kept)
-        """Send and keep the weights as often as the run did now: for all makers, and for those that came later.
-
-        The latter may have got them in the middle of a version, which then is another one to them.
-        """
-        while self._published and self._published[0]["publish"] <= self.version:
-            event = self._published[0]
-            if event["samples"] > self.num_sampled:
+        """Follow the run to where it sent these weights."""
+        for event in self._events:
+            self._follow(event)
+            if "publish" in event:
                 return
-            self._sender.send(event["publish"], fully_update=True)  # which calls `_note_weights`
-            self._published.popleft()
-            models = self.maker.pipeline.served.modules.items()
-            copies = {label: {name: t.clone() for name, t in model.state_dict().items()} for label, model in models}
-            self._kept[self._num_sent] = copies
-            self._kept = {number: weights for number, weights in self._kept.items() if self._num_uses[number] > 0}
-            self._num_sent += 1
+
+    def _follow(self, event: Event) -> None:
+        """Do what the run did: grant, publish, make or pick."""
+        if "grant" in event:
+            self._holders |= dict.fromkeys(event["grant"], event["maker"])
+        elif "publish" in event:
+            self._keep_weights(event)
+        elif "deliver" in event:
+            self._make(event)
+        for number in event.get("pick", ()):
+            self._picked += self._made.pop(number)
+
+    def _keep_weights(self, event: Event) -> None:
+        """Send the weights to the maker, and keep those that it then has.
+
+        Makers that came late may have got them in the middle of a version, which then is another one to them.
+        """
+        version = event["publish"]
+        self._published = event
+        self._sender.send(version, fully_update=True)  # which calls `_note_weights`
+        models = self.maker.pipeline.served.modules.items()
+        copies = {label: {name: t.clone() for name, t in model.state_dict().items()} for label, model in models}
+        if "makers" in event:
+            self._weights.setdefault(version, {}).update(dict.fromkeys(event["makers"], copies))
+        else:
+            self._weights[version] = {"": copies}
+        self._weights = {version: kept for version, kept in self._weights.items() if self._num_uses[version] > 0}
 
     def _note_weights(self, version: int, digests: Mapping[str, Mapping[str, str]], makers: Sequence[str]) -> None:  # noqa: ARG002
         """Compare weights that are sent with what the journal says of them."""
         came = [(f"{label} {name}", digest) for label, model in digests.items() for name, digest in model.items()]
-        text = "".join(self._published[0]["weights"].values())
+        text = "".join(self._published["weights"].values())
         said = [text[at : at + _DIGITS] for at in range(0, len(text), _DIGITS)]
         pairs = itertools.zip_longest(came, said, fillvalue=("none", ""))  # of another model
         if differing := [(name, here, there) for (name, here), there in pairs if here != there]:
@@ -139,8 +147,9 @@ class ReplayedRun(SynchronousRun):
         """Make the groups of a delivery again, those together that were scored by the same weights."""
         numbers, size = delivery["deliver"], self._rules.group_size
         samples = [number * size + index for number in numbers for index in range(size)]
+        maker, versions = self._holders[numbers[0]], _versions_of(delivery)
         self._engine.written_by = dict(zip(samples, delivery["written_by"], strict=True))
-        self._engine.serve = serve = functools.partial(self._serve, delivery["sent"])
+        self._engine.serve = serve = functools.partial(self._serve, maker)
         groups: dict[int, list[BufferItem]] = {number: [] for number in numbers}
         for version in dict.fromkeys(delivery["scored_by"]):
             scored = [number for number, by in zip(numbers, delivery["scored_by"], strict=True) if by == version]
@@ -151,21 +160,27 @@ class ReplayedRun(SynchronousRun):
                 groups[self._number_of(item)].append(item)
         if lost := [number for number, group in groups.items() if len(group) < size]:
             raise ReplayDiffers(
-                f"of groups {numbers}, made by {delivery['maker']} with versions {sorted(delivery['sent'])}, {lost} "
-                f"were dropped here, and the journal says that they were delivered. {_conditions()}"
+                f"of groups {numbers}, made by {maker} with versions {sorted(versions)}, {lost} were dropped here, and "
+                f"the journal says that they were delivered. {_conditions()}"
             )
         self._made |= groups
-        self._num_uses.subtract({*delivery["sent"].values()})
+        self._num_uses.subtract(versions)
 
     def _number_of(self, item: BufferItem) -> int:
         assert item.sample_ids is not None
         return int(item.sample_ids) // self._rules.group_size
 
-    def _serve(self, sent: Mapping[int, int], version: int) -> int:
-        """Give the models the weights that were sent as a version."""
+    def _serve(self, maker: str, version: int) -> int:
+        """Give the models the weights that a maker was sent as a version."""
+        weights = self._weights[version]
         for label, module in self.maker.pipeline.served.modules.items():
-            module.load_state_dict(self._kept[sent[version]][label])
+            module.load_state_dict(weights.get(maker, weights[""])[label])
         return version
+
+
+def _versions_of(event: Event) -> set[int]:
+    """Return the versions that wrote and scored what an event delivers."""
+    return {*event.get("scored_by", ()), *(version for runs in event.get("written_by", ()) for version in runs[::2])}
 
 
 class _FollowingEngine:
@@ -216,32 +231,11 @@ class _FollowingEngine:
         return responses
 
 
-def _deliveries(events: Sequence[Event]) -> dict[int, Event]:
-    """The delivery that each group came with, by its number, with its maker and which weights it was sent as versions.
-
-    The latter are told by the number of their `publish`: one maker may have got others as a version than the rest.
-    """
-    deliveries: dict[int, Event] = {}
-    makers: dict[int, str] = {}
-    sent: dict[tuple[int, str], int] = {}
-    numbers = itertools.count()
-    for event in events:
-        if "grant" in event:
-            makers |= dict.fromkeys(event["grant"], event["maker"])
-        elif "publish" in event:
-            sent |= dict.fromkeys(((event["publish"], maker) for maker in event.get("makers", [""])), next(numbers))
-        elif "deliver" in event:
-            maker = makers[event["deliver"][0]]
-            versions = {version for runs in event["written_by"] for version in runs[::2]} | {*event["scored_by"]}
-            weights = {one: max(sent[one, ""], sent.get((one, maker), -1)) for one in versions}
-            deliveries |= dict.fromkeys(event["deliver"], event | {"maker": maker, "sent": weights})
-    return deliveries
-
-
 def _conditions() -> str:
     return (
-        "The reward must give the same text the same score each time. Models, prompts, reward, the kind of processor, "
-        "coati and torch must be those of the run, and so must the number of threads; here it is torch "
+        "The reward must give the same text the same score each time. Models, prompts, reward, settings (files "
+        "ledger/config-* are those before a resume changed them), the kind of processor, coati and torch must be those "
+        "of the run, and so must the number of threads; here it is torch "
         f"{torch.__version__} with {counted(torch.get_num_threads(), 'thread')}."
     )
 
@@ -302,20 +296,4 @@ def _settings(folder: Path) -> RunSettings:
             f'coati replay follows runs of our own engines, got {str(folder)!r} with rollout.engine = "vllm", which '
             "rounds by what it computes together."
         )
-    for earlier in map(load_config, earlier_settings(folder)):
-        said = {key: text for key, text in changed_settings(earlier, config).items() if _matters(key, config)}
-        if build.threads_per_actor(earlier) != build.threads_per_actor(config):
-            said["threads"] = "topology.makers changed the number of threads"
-        if said:
-            raise ConfigError(
-                f"coati replay needs a run with the same settings from start to end, got {str(folder)!r}, which was "
-                f"resumed with others: {'; '.join(said.values())}."
-            )
     return config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"})})
-
-
-def _matters(key: str, config: RunSettings) -> bool:
-    """Whether a setting decides what weights come out."""
-    if key == "train.total_steps":
-        return config.train.lr_schedule != "constant"
-    return key not in _HARMLESS and key.partition(".")[0] not in _HARMLESS_SECTIONS

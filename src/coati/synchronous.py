@@ -137,11 +137,10 @@ class SynchronousRun(PlainPPOTrainer):
             (_MAKER, self.maker, self._log.maker_records),
             (_TRAINER, self, self._log.trainer_records),
         ):
-            last_record, last_span = self._cursors[name]
-            records, spans = one.records_since(last_record), one.spans_since(last_span)
-            self._cursors[name] = records.cursor, spans.cursor
-            log(records.records)
-            self._log.spans(name, spans.records)
+            report = one.report(*self._cursors[name])
+            self._cursors[name] = report.records.cursor, report.spans.cursor
+            log(report.records.records)
+            self._log.spans(name, report.spans.records)
 
 
 class _AskedStop(threading.Event):

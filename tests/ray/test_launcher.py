@@ -1,6 +1,5 @@
 """Whole runs through the launcher: shares, groups, checkpoints, stops, failures, and what is left behind."""
 
-import dataclasses
 import logging
 import os
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ def test_one_maker_and_two_trainers_on_different_places_train_their_exact_shares
     assert {name: one.log for name, one in progress.items()} == dict.fromkeys(progress, (logging.INFO, True))
     for rank in range(2):  # 2 batches of 2 samples each, one weight version after each
         assert summary(progress[f"trainer-{rank}"]) == ("finished", 2, 4, 2)
-    assert (progress["maker-0"].num_delivered, progress["maker-0"].version) == (8, 2)
+    assert (progress["maker-0"].num_samples, progress["maker-0"].version) == (8, 2)
     check_times(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -65,7 +64,7 @@ class Witness:
     def progress(self):
         log = logging.getLogger("coati")
         return SimpleNamespace(
-            **dataclasses.asdict(super().progress()),
+            **super().progress()._asdict(),
             updates=self._updates,
             environment=dict(os.environ),
             log=(log.getEffectiveLevel(), log.hasHandlers()),
@@ -124,7 +123,7 @@ def test_groups_of_two_makers_and_two_sharded_trainers_train_their_shares_and_ar
     progress = witnessed(config)
     for rank in range(2):
         assert summary(progress[f"trainer-{rank}"]) == ("finished", 4, 12, 4)
-    assert sum(progress[f"maker-{index}"].num_delivered for index in range(2)) >= 24  # quick makers ask more often
+    assert sum(progress[f"maker-{index}"].num_samples for index in range(2)) >= 24  # quick makers ask more often
     for index in range(2):  # the first weights and four versions, each once and from one trainer
         maker = progress[f"maker-{index}"]
         assert maker.updates == [(version, f"trainer-{index}") for version in range(5)]
@@ -156,7 +155,7 @@ def test_two_makers_and_a_trainer_keep_ages_within_the_bound(run, make_config, t
     progress = run(make_config(makers=2, max_staleness=2, train={"total_steps": 5}))
     assert progress["trainer-0"].num_samples == 10
     # One may make everything, and what was taken back from a slow one may come twice.
-    assert sum(progress[f"maker-{index}"].num_delivered for index in range(2)) >= 10
+    assert sum(progress[f"maker-{index}"].num_samples for index in range(2)) >= 10
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for row in rows:

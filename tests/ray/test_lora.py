@@ -56,7 +56,7 @@ def test_plain_makers_follow_a_lora_trainer_by_adapters_alone_and_who_joins_gets
         )
     )
     ray.get(trainer.sync_models_to_remote_makers.remote())
-    full = ray.get(trainer.records_since.remote(0)).records[-1]["metrics"]["weights/bytes"]
+    full = ray.get(trainer.report.remote()).records.records[-1]["metrics"]["weights/bytes"]
 
     def shake(self, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -74,7 +74,7 @@ def test_plain_makers_follow_a_lora_trainer_by_adapters_alone_and_who_joins_gets
     for seed in range(5, 7):
         ray.get(trainer.__ray_call__.remote(shake, seed))
     *_, adapters, joined, again = (
-        record["metrics"]["weights/bytes"] for record in ray.get(trainer.records_since.remote(0)).records
+        record["metrics"]["weights/bytes"] for record in ray.get(trainer.report.remote()).records.records
     )
     assert adapters == again < full == joined
     of_maker = logits_of(maker, lambda self: self.pipeline.maker.actor)

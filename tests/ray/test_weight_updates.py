@@ -123,7 +123,7 @@ def test_training_steps_change_weights_that_then_serve(shared_maker, make_traine
     assert all(torch.equal(served["actor", name], tensor) for name, tensor in own.items())
     assert not serves(served, 18)
     assert version_of(maker) == trainer.version
-    metrics = [record["metrics"] for record in trainer.records_since(0).records]
+    metrics = [record["metrics"] for record in trainer.report().records.records]
     assert sum("actor_loss" in one and "critic_loss" in one for one in metrics) == 4  # 2 batches, twice
 
 

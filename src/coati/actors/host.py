@@ -1,15 +1,17 @@
-"""Where a trainer or a maker lives: what it is called, whom it can call, and what its process does for it."""
+"""What a trainer and a maker have in common: where they live, what they report, how they are stopped."""
 
 import os
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from coati.actors.callbacks import MakerCallback, TrainerCallback, connect, dispatch
 from coati.errors import ConfigError
 from coati.experience_buffer.buffer import SampleBuffer
-from coati.monitor.records import RecordLog
+from coati.monitor.records import RecordLog, RecordPage
+from coati.monitor.timeline import Span, Timeline
 from coati.peers import LocalPeers, Peers
 
 ENV_INFO_KEYS = ("local_rank", "rank", "world_size", "master_addr", "master_port")
@@ -36,6 +38,64 @@ class Host:
     def make_buffer(self, *_size: Any, **_makers: Any) -> SampleBuffer:
         """Make the buffer of a trainer whose makers have data loaders of their own."""
         raise ConfigError("outside of Ray a trainer needs options.rules, by which makers lease work, got none.")
+
+
+class Progress(NamedTuple):
+    """Where a trainer or a maker stands."""
+
+    state: str
+    """ "idle", "working", "finished" or "failed"."""
+    version: int
+    """That of its weights."""
+    num_samples: int
+    """Samples that were delivered, or trained on."""
+    num_batches: int = 0
+    """Steps of a trainer."""
+    has_weights: bool = True
+    """Whether all weights of a maker came from a trainer."""
+
+
+class Report(NamedTuple):
+    """What came after two cursors: records with metrics, samples and warnings; what was done and waited for."""
+
+    progress: Progress
+    records: RecordPage[dict[str, Any]]
+    spans: RecordPage[Span]
+    num_batches: int = 0
+    """Whole batches waiting in a trainer's buffer."""
+
+
+class Worker:
+    """A trainer or a maker. What is asked here is answered at any time."""
+
+    host_class: Callable[[], Host] = Host
+    """Makes the host of one that is given none."""
+
+    def __init__(self, host: Host | None, callbacks: Sequence[MakerCallback | TrainerCallback], *, debug: bool) -> None:
+        self.host = host or self.host_class()
+        self.callbacks = list(callbacks)
+        self.debug = debug
+        self._state = "idle"
+        self._records: RecordLog[dict[str, Any]] = RecordLog()
+        self._timeline = Timeline()
+        connect(self.callbacks, self._timeline)
+        self.host.set_up_log(self._records, debug=debug)
+
+    def stop(self) -> None:
+        """End the loop before its next batch; what is made is delivered, weights and buffer stay as they are."""
+        self.host.stop.set()
+
+    def notify(self, hook: str, *args: Any) -> None:
+        """Run a hook of the callbacks."""
+        dispatch(self.callbacks, hook, *args)
+
+    def progress(self) -> Progress:
+        """Return where it stands."""
+        raise NotImplementedError
+
+    def report(self, record_cursor: int = 0, span_cursor: int = 0) -> Report:
+        """Return where it stands, and what came after these cursors."""
+        return Report(self.progress(), self._records.since(record_cursor), self._timeline.since(span_cursor))
 
 
 def apply_env_info(env_info: Mapping[str, str | int] | None) -> None:

@@ -6,8 +6,6 @@
   commit it between two tokens (without `in_flight`, when nothing is being written), or at once if they are not in use.
 """
 
-import dataclasses
-import functools
 import logging
 import os
 import zlib
@@ -16,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from coati.actors.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, connect, dispatch, num_parameters
-from coati.actors.host import Host, apply_env_info, set_up_gpu
+from coati.actors.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, connect, num_parameters
+from coati.actors.host import Host, Progress, Worker, apply_env_info, set_up_gpu
 from coati.actors.options import MakerOptions
 from coati.cpu import set_up_cpu
 from coati.errors import ConfigError
@@ -28,8 +26,6 @@ from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.loader_prompts import LoaderPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
-from coati.monitor.records import RecordLog, RecordPage
-from coati.monitor.timeline import Span, Timeline
 from coati.peers import wait_in_slices
 from coati.prompts.stream import PromptStream
 from coati.rollout import GenerateOptions
@@ -41,20 +37,7 @@ from coati.weights.served import ServedModels
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MakerProgress:
-    """How far a maker has come."""
-
-    state: str  # "idle", "working", "finished" or "failed"
-    num_made: int
-    num_dropped: int
-    num_quarantined: int  # in groups with a sample on which the reward failed
-    num_delivered: int
-    version: int
-    has_weights: bool = True  # whether all its weights came from a trainer
-
-
-class Maker:
+class Maker(Worker):
     """Holds four models, makes experience with them, and sends it to trainers.
 
     `model_fn()` returns (actor, critic, reward_model, initial_model); the critic is None for algorithms without one,
@@ -62,9 +45,6 @@ class Maker:
     makes only what it leases from its trainers, so that training data is never older than their bound; `options.maker`
     makes the experience, a class of your own if you like. Generate options come as keywords or in `options.rollout`.
     """
-
-    host_class: Callable[[], Host] = Host
-    """Makes the host of a maker that is given none."""
 
     def __init__(
         self,
@@ -93,13 +73,8 @@ class Maker:
         set_up_cpu(options.num_threads)
         self._sync_models_from_trainers = sync_models_from_trainers
         self._buffer_cpu_offload = buffer_cpu_offload
-        self._callbacks = list(callbacks)
-        self.host = host = host or self.host_class()
-        self._name = host.name or f"maker-{os.getpid()}"
-        self._state = "idle"
-        self._timeline = Timeline()
-        self._records: RecordLog[dict[str, Any]] = RecordLog()
-        host.set_up_log(self._records, debug=debug)
+        super().__init__(host, callbacks, debug=debug)
+        self._name = self.host.name or f"maker-{os.getpid()}"
         strategy = strategy_fn()
         maker = build_maker(
             options.maker,
@@ -114,16 +89,16 @@ class Maker:
         self._trainer_names = tuple(detached_trainer_name_list)
         self._sender = ItemSender(
             self._trainer_names,
-            peers=host.peers,
+            peers=self.host.peers,
             sender=self._name,
             deadlines=options.deadlines,
-            should_stop=host.stop.is_set,
+            should_stop=self.host.stop.is_set,
             timeline=self._timeline,
         )
         self._evaluations = self._make_evaluations(strategy)
         if eval_performance:
-            self._callbacks.append(_evaluator_of(maker))
-        connect(self._callbacks, self._timeline)
+            self.callbacks.append(_evaluator_of(maker))
+            connect(self.callbacks, self._timeline)
 
     # Work.
 
@@ -139,10 +114,10 @@ class Maker:
                 self._await_first_weights()
             self.host.leave_out_of_collections()
             self._timeline.take()  # the metrics of this loop begin here
-            dispatch(self._callbacks, "on_loop_start")
+            self.notify("on_loop_start")
             self.make_loop(dataloader_fn, num_epochs, num_steps).run()
             self._sender.flush()
-            dispatch(self._callbacks, "on_loop_end")
+            self.notify("on_loop_end")
         except BaseException:
             self._state = "failed"
             raise
@@ -156,15 +131,11 @@ class Maker:
             self._sender,
             deadlines=self._options.deadlines,
             stop=self.host.stop,
-            notify=functools.partial(dispatch, self._callbacks),
+            notify=self.notify,
             record=self._records.append,
             samples_kept=self._options.logging.samples_kept,
             offload_to_cpu=self._buffer_cpu_offload,
         )
-
-    def stop(self) -> None:
-        """End the working loop after its current batch, which is delivered."""
-        self.host.stop.set()
 
     # Weights.
 
@@ -203,25 +174,10 @@ class Maker:
         """Why this maker cannot read weights in a trainer's memory; None if it can."""
         return self._receiver.sharing_fault(probe)
 
-    def progress(self) -> MakerProgress:
-        """Return how far this maker has come."""
-        return MakerProgress(
-            state=self._state,
-            num_made=self.pipeline.num_made,
-            num_dropped=self.pipeline.num_dropped,
-            num_quarantined=self.pipeline.num_quarantined,
-            num_delivered=self._sender.num_delivered,
-            version=self._served.version,
-            has_weights=self._served.wait_for_full_update(0.0),
-        )
-
-    def records_since(self, cursor: int) -> RecordPage[dict[str, Any]]:
-        """Return metrics and samples of the batches made after `cursor`."""
-        return self._records.since(cursor)
-
-    def spans_since(self, cursor: int) -> RecordPage[Span]:
-        """Return what this maker did and waited for after `cursor`."""
-        return self._timeline.since(cursor)
+    def progress(self) -> Progress:
+        """Return where this maker stands."""
+        has_weights = self._served.wait_for_full_update(0.0)
+        return Progress(self._state, self._served.version, self._sender.num_delivered, has_weights=has_weights)
 
     # Inside.
 

@@ -238,7 +238,7 @@ class PlainPPOTrainer(Trainer):
         """Sync if the weights are those of a version; checked and read under one lock, so no step comes between."""
         self._sender.settle()  # before the lock, which a step waits for
         with self._hold_weights():
-            if not self._num_steps_unpublished or self._state != "fitting":
+            if not self._num_steps_unpublished or self._state != "working":
                 self.version += self._num_steps_unpublished > 0  # trained by hand since the last version
                 super().sync_models_to_remote_makers(**kwargs)
                 return True
@@ -333,7 +333,7 @@ class PlainPPOTrainer(Trainer):
 
     def _refuse_in_group_fit(self, what: str, instead: str) -> None:
         """What ranks do together would block them if they also train: they would wait for each other in two places."""
-        if self.strategy.world_size > 1 and self._state == "fitting":
+        if self.strategy.world_size > 1 and self._state == "working":
             raise CoatiError(
                 f"one of {self.strategy.world_size} trainers was asked to {what} while they train together, which "
                 f"would block them all. {instead}, or {what} before or after fit."

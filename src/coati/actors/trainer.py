@@ -5,15 +5,14 @@ makers ── buffer_extend ──►  replay buffer ── whole batches ──
    └───────────────── _update_remote_makers ──────────────────────────┘
 """
 
-import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from coati import faults
-from coati.actors.callbacks import TrainerCallback, connect, dispatch
-from coati.actors.host import Host
+from coati.actors.callbacks import TrainerCallback
+from coati.actors.host import Host, Progress, Report, Worker
 from coati.batching import split_experience_batch
 from coati.config import Deadlines
 from coati.errors import ConfigError
@@ -21,8 +20,6 @@ from coati.experience import BufferItem, Experience
 from coati.experience_buffer.buffer import SampleBuffer
 from coati.gpu import device_errors_explained
 from coati.ledger import Lease, LeaseRequest
-from coati.monitor.records import RecordLog, RecordPage
-from coati.monitor.timeline import Span, Timeline
 from coati.peers import wait_in_slices
 from coati.randomness import STREAM_EPOCHS, keyed_generator
 
@@ -32,21 +29,8 @@ _SLICE_SECONDS = 1.0
 _LESS_MEMORY = "Give the trainer more of the GPU (topology.gpus_per_trainer), or shard it (train.strategy)."
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainerProgress:
-    """Where a trainer stands."""
-
-    state: str  # "idle", "fitting", "finished" or "failed"
-    num_batches: int
-    num_samples: int
-    version: int
-
-
-class Trainer(ABC):
+class Trainer(Worker, ABC):
     """Learns from experience that makers push into its buffer."""
-
-    host_class: Callable[[], Host] = Host
-    """Makes the host of a trainer that is given none."""
 
     def __init__(
         self,
@@ -63,9 +47,7 @@ class Trainer(ABC):
         host: Host | None = None,
     ) -> None:
         """`buffer` comes in place of one that `train_batch_size` and `buffer_limit` describe."""
-        self.host = host or self.host_class()
-        self.callbacks = list(callbacks)
-        self.debug = debug
+        super().__init__(host, callbacks, debug=debug)
         self.version = 0
         self.deadlines = deadlines or Deadlines()
         self.dataloader_pin_memory = dataloader_pin_memory
@@ -74,15 +56,10 @@ class Trainer(ABC):
         self._buffer = buffer or self.host.make_buffer(
             train_batch_size, buffer_limit, maker_names=self.maker_names, deadlines=self.deadlines
         )
-        self._records: RecordLog[dict[str, Any]] = RecordLog()
-        self._timeline = Timeline()
-        connect(self.callbacks, self._timeline)
-        self._state = "idle"
         self._is_exhausted = False  # whether this fit has seen the last of its data
         self._num_batches = 0
         self._num_samples = 0
         self._num_done = 0  # fresh batches that a restored `fit` was trained on
-        self.host.set_up_log(self._records, debug=debug)
 
     # What a subclass defines.
 
@@ -115,7 +92,7 @@ class Trainer(ABC):
         ):
             if value < 1:
                 raise ConfigError(f"fit's {name} must be 1 or more, got {value}.")
-        self._state, self._is_exhausted = "fitting", False
+        self._state, self._is_exhausted = "working", False
         self.host.leave_out_of_collections()
         self._timeline.take()  # the metrics of this fit leave out what came before
         self._buffer.begin_fit()
@@ -199,10 +176,6 @@ class Trainer(ABC):
         self._timeline.version = self.version
         self._update_remote_makers(fully_update=True, **kwargs)
 
-    def stop(self) -> None:
-        """End `fit` before its next batch; weights and buffer stay as they are."""
-        self.host.stop.set()
-
     # The buffer, as makers and drivers reach it.
 
     def buffer_get_length(self) -> int:
@@ -234,30 +207,15 @@ class Trainer(ABC):
         """
         return self._buffer.sample(timeout_seconds=self.deadlines.batch_seconds)
 
-    # What the outside may ask at any time.
+    def progress(self) -> Progress:
+        """Return where this trainer stands."""
+        return Progress(self._state, self.version, self._num_samples, self._num_batches)
 
-    def progress(self) -> TrainerProgress:
-        """Where this trainer stands."""
-        return TrainerProgress(
-            state=self._state,
-            num_batches=self._num_batches,
-            num_samples=self._num_samples,
-            version=self.version,
-        )
-
-    def records_since(self, cursor: int) -> RecordPage[dict[str, Any]]:
-        """Metrics of the training steps after `cursor`."""
-        return self._records.since(cursor)
-
-    def spans_since(self, cursor: int) -> RecordPage[Span]:
-        """What this trainer did and waited for after `cursor`."""
-        return self._timeline.since(cursor)
+    def report(self, record_cursor: int = 0, span_cursor: int = 0) -> Report:
+        """Return where this trainer stands, and what came after these cursors."""
+        return super().report(record_cursor, span_cursor)._replace(num_batches=self._buffer.get_length())
 
     # What the loop calls. It waits only inside `next_batch`, `publish`, `agree` and `finish`.
-
-    def notify(self, hook: str, *args: Any) -> None:
-        """Run a hook of the callbacks."""
-        dispatch(self.callbacks, hook, *args)
 
     def should_stop(self) -> bool:
         """Whether `stop` was called."""
@@ -268,13 +226,13 @@ class Trainer(ABC):
         as long as some rank has data and none was stopped. A rank without data then trains on an empty batch."""
         return has_data and not is_stopped
 
-    def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:  # noqa: B027
+    def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
         """Save where training stands, if it is due: after so many fresh batches, between two versions.
 
         A stop may have ended the last version early.
         """
 
-    def finish(self) -> None:  # noqa: B027
+    def finish(self) -> None:
         """Do what remains after the last episode."""
 
     def publish(self) -> None:
@@ -285,7 +243,7 @@ class Trainer(ABC):
         with self._timeline.span("publish"):
             self._update_remote_makers()
 
-    def _update_late_makers(self) -> None:  # noqa: B027
+    def _update_late_makers(self) -> None:
         """Give weights to makers that have none while `fit` waits for a batch: it may wait for what they will make.
 
         Raises what went wrong with an update that has ended: without it, they may not make that either.

@@ -14,7 +14,7 @@ run_in_groups(
     MakerHolder,
     compute=("workingloop",),
     model_io=("update_experience_maker",),
-    experience_io=("records_since", "spans_since"),
+    experience_io=("report",),
 )
 
 ExperienceMakerHolder = remote(MakerHolder, groups=("experience_io", "model_io", "compute"))

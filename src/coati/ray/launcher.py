@@ -3,7 +3,7 @@
         driver ── workingloop.remote() ──► makers ── items ──► trainers ◄── fit.remote() ── driver
                                               ▲                   │
                                               └───── weights ─────┘
-        driver ── records_since, progress (every half second) ──► run log, live view
+        driver ── report (every half second) ──► run log, live view
 
 One loop does it all: at each turn `coati.ray.supervisor` reacts to what happened to actors, and then the driver follows
 stop signals and requests for makers (`coati scale`). A stop signal ends a run with everything trained so far saved.

@@ -35,11 +35,11 @@ class RunActor:
     death: PeerDied | None = None
     has_weights: bool = False
     """Whether a maker has its first weights."""
-    questions: "dict[str, Future[Any]]" = dataclasses.field(default_factory=dict)
-    """What it was asked and has not answered, by method."""
+    question: "Future[Any] | None" = None
+    """That for a report, until it is answered."""
     asked_at: float = 0.0
-    record_cursor: int = 0
-    span_cursor: int = 0
+    cursors: tuple[int, int] = 0, 0
+    """Up to which its records and spans were read."""
     is_stalled: bool = False
     _job_call: tuple[str, tuple[Any, ...]] = "", ()
     # What it was told without waiting for it, by method and the maker that it is about.

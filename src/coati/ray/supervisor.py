@@ -14,12 +14,11 @@ trainer dies, all are started again, from the newest checkpoint. What an actor r
 import functools
 import logging
 import time
-from collections.abc import Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
-from typing import Any
 
 from coati import build
+from coati.actors.host import Report
 from coati.config import RunSettings
 from coati.counting import counted, listed
 from coati.errors import (
@@ -169,15 +168,15 @@ class Supervisor:
     def fetch(self, timeout: float) -> None:
         """Ask all actors at once for what they have recorded, and log it; a busy one is read later."""
         for actor in self.actors:
-            if not actor.questions:
-                actor.questions = self._ask(actor)
+            if actor.question is None:
+                actor.question = actor.peer.call("report", *actor.cursors)
                 actor.asked_at = time.monotonic()
-        done = wait([call for actor in self.actors for call in actor.questions.values()], timeout).done
+        done = wait([actor.question for actor in self.actors if actor.question is not None], timeout).done
         for actor in self.actors:
-            if done.issuperset(actor.questions.values()):
-                calls, actor.questions = actor.questions, {}
+            if actor.question in done:
+                call, actor.question = actor.question, None
                 try:
-                    self._read(actor, {method: call.result(0.0) for method, call in calls.items()})
+                    self._read(actor, call.result(0.0))
                 except PeerDied as error:
                     actor.death = error
                 except (RemoteError, PeerUnavailable) as error:
@@ -186,40 +185,27 @@ class Supervisor:
             if maker.death is None:
                 self._note_stall(maker)
 
-    def _ask(self, actor: RunActor) -> "dict[str, Future[Any]]":
-        call, questions = actor.peer.call, {}
-        if actor.state in ("loading", "loaded"):
-            questions["progress"] = call("progress")
-        if self.has_begun:  # before that nothing is logged: the folder may still hold an earlier run
-            questions["records_since"] = call("records_since", actor.record_cursor)
-            questions["spans_since"] = call("spans_since", actor.span_cursor)
-            if actor.name == self._factory.trainer_names[0]:  # the ranks of a group report the same steps
-                questions["buffer_get_length"] = call("buffer_get_length")
-        return questions
-
-    def _read(self, actor: RunActor, answers: Mapping[str, Any]) -> None:
+    def _read(self, actor: RunActor, report: Report) -> None:
         if actor.state == "loading":
             actor.state = "loaded"
-        is_maker = actor.name in self.makers
-        if is_maker and "progress" in answers:
-            actor.has_weights = answers["progress"].has_weights
-        if "records_since" not in answers:
+        actor.has_weights = report.progress.has_weights
+        if not self.has_begun:  # nothing is logged: the folder may still hold an earlier run
             return
-        page, spans = answers["records_since"], answers["spans_since"]
-        actor.record_cursor, actor.span_cursor = page.cursor, spans.cursor
-        self._log.spans(actor.name, spans.records)
+        records = report.records.records
+        actor.cursors = report.records.cursor, report.spans.cursor
+        self._log.spans(actor.name, report.spans.records)
         if self._shows_warnings:
-            self._log.warnings(actor.name, page.records)
-        if is_maker:
-            self._log.maker_records(page.records)
-        elif "buffer_get_length" in answers:
-            self._log.trainer_records(page.records)
-            self._log.buffer_batches = answers["buffer_get_length"]
+            self._log.warnings(actor.name, records)
+        if actor.name in self.makers:
+            self._log.maker_records(records)
+        elif actor.number == 0:  # the ranks of a group report the same steps
+            self._log.trainer_records(records)
+            self._log.buffer_batches = report.num_batches
 
     def _note_stall(self, maker: RunActor) -> None:
         """Have the leases of a maker that does not answer granted to others: what it delivers later is refused."""
         seconds, was_stalled = self._config.deadlines.stall_seconds, maker.is_stalled
-        is_late = bool(maker.questions) and time.monotonic() - maker.asked_at >= seconds
+        is_late = maker.question is not None and time.monotonic() - maker.asked_at >= seconds
         maker.is_stalled = is_late and maker.state != "loading"
         if maker.is_stalled and not was_stalled:
             logger.warning("%s has not answered for %g s; its work is given to others", maker.name, seconds)

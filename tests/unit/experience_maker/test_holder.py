@@ -116,7 +116,7 @@ def test_a_strategy_that_shards_trained_models_leaves_a_makers_models_whole(sink
         return made[-1]
 
     try:
-        assert work(make_holder(sinks, model_fn=models, strategy=make_strategy), prompts(1)).num_delivered == 4
+        assert work(make_holder(sinks, model_fn=models, strategy=make_strategy), prompts(1)).num_samples == 4
     finally:
         made[0].close()
 
@@ -124,7 +124,7 @@ def test_a_strategy_that_shards_trained_models_leaves_a_makers_models_whole(sink
 def test_items_go_to_three_trainers_in_turn_across_batches_of_four(sinks):
     progress = work(make_holder(sinks), [numbered(0, 4), numbered(4, 4), numbered(8, 4)])
     assert [sink.sample_ids for sink in sinks.values()] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
-    assert (progress.state, progress.num_made, progress.num_delivered) == ("finished", 12, 12)
+    assert (progress.state, progress.num_samples) == ("finished", 12)
 
 
 def test_batches_may_be_tensors_or_dicts(sinks):
@@ -136,7 +136,7 @@ def test_batches_may_be_tensors_or_dicts(sinks):
 
     padded = {"input_ids": [[0, 3, 4], [5, 6, 7]], "attention_mask": [[0, 1, 1], [1, 1, 1]], "source": ["a", "b"]}
     progress = work(make_holder(sinks, callbacks=[Recorder()]), [torch.tensor([[2, 3, 4]]), padded])
-    assert progress.num_delivered == 3
+    assert progress.num_samples == 3
     assert seen == [[[2, 3, 4]], [[0, 3, 4], [5, 6, 7]]]
     assert len({sample for sink in sinks.values() for sample in sink.sample_ids}) == 3, "samples get ids of their own"
 
@@ -151,7 +151,7 @@ def test_batches_may_be_tensors_or_dicts(sinks):
     ],
 )
 def test_num_steps_wins_over_num_epochs(sinks, loop, num_made):
-    assert work(make_holder(sinks), prompts(2), **loop).num_made == num_made
+    assert work(make_holder(sinks), prompts(2), **loop).num_samples == num_made
 
 
 def test_hooks_come_in_the_order_of_the_contract(sinks):
@@ -211,8 +211,9 @@ def test_bad_input_ends_the_loop_with_an_error(sinks, reward, batches, error, me
 
 
 def test_samples_without_a_finite_reward_are_dropped_and_counted(sinks):
-    progress = work(make_holder(sinks, reward=NaNForFirst()), [numbered(0, 4), numbered(4, 4)])
-    assert (progress.num_made, progress.num_dropped, progress.num_delivered) == (6, 2, 6)
+    holder = make_holder(sinks, reward=NaNForFirst())
+    assert work(holder, [numbered(0, 4), numbered(4, 4)]).num_samples == 6
+    assert (holder.pipeline.num_made, holder.pipeline.num_dropped) == (6, 2)
     assert sorted(sample for sink in sinks.values() for sample in sink.sample_ids) == [1, 2, 3, 5, 6, 7]
 
 
@@ -237,9 +238,9 @@ def test_a_function_scores_one_batch_while_the_loop_begins_the_next(sinks):
     holder = make_holder(sinks, reward=RewardScorer(FunctionReward(patient), Numbers()))
     holder.workingloop(batches)
     progress = holder.progress()
-    assert (progress.state, progress.num_made, progress.num_delivered) == ("finished", 8, 8)
+    assert (progress.state, progress.num_samples) == ("finished", 8)
     assert [sink.sample_ids for sink in sinks.values()] == [[0, 3, 6], [1, 4, 7], [2, 5]]
-    assert len(holder.records_since(0).records) == 2
+    assert len(holder.report().records.records) == 2
 
 
 def test_an_unknown_generate_option_is_refused_before_any_model_is_loaded(sinks):
@@ -261,7 +262,7 @@ def test_without_the_first_weights_the_loop_ends_at_its_deadline(sinks):
     holder = make_holder(sinks, sync_models_from_trainers=True)
     with pytest.raises(DeadlineExceeded, match="full weight update"):
         work(holder, prompts(1))
-    assert holder.progress().num_made == 0
+    assert holder.pipeline.num_made == 0
 
 
 def test_the_loop_waits_for_the_first_weights_and_uses_them(sinks):
@@ -270,7 +271,7 @@ def test_the_loop_waits_for_the_first_weights_and_uses_them(sinks):
     plain_update(holder, 5, with_critic=False)  # half of what is needed
     assert not loop.done()
     plain_update(holder, 5)
-    assert loop.result(SECONDS).num_delivered == 2
+    assert loop.result(SECONDS).num_samples == 2
     assert [sink.versions for sink in sinks.values()] == [[2], [2], []]  # two plain updates
 
 
@@ -288,7 +289,7 @@ def test_stop_ends_the_loop_after_the_current_batch_and_delivers_it(sinks):
 
     holder = make_holder(sinks, callbacks=[Stopper()])
     progress = work(holder, [numbered(0, 4), numbered(4, 4)])
-    assert (progress.state, progress.num_delivered) == ("finished", 4)
+    assert (progress.state, progress.num_samples) == ("finished", 4)
 
 
 def test_a_maker_that_leases_its_work_needs_prompts_that_can_be_looked_up(sinks):
@@ -321,11 +322,11 @@ def test_a_maker_of_your_own_needs_only_make_experience(sinks):
     holder = make_holder(sinks, maker=Echo)
     plain_update(holder)
     progress = work(holder, [numbered(0, 3), numbered(3, 3)])
-    assert (progress.state, progress.num_delivered) == ("finished", 6)
+    assert (progress.state, progress.num_samples) == ("finished", 6)
     assert [sink.sample_ids for sink in sinks.values()] == [[0, 3], [1, 4], [2, 5]]
     assert {version for sink in sinks.values() for version in sink.versions} == {1}
     assert sinks["t0"].items[0].sequences.tolist() == [3] * 6
-    record = holder.records_since(0).records[0]
+    record = holder.report().records.records[0]
     assert record["version"] == 1
     assert record["metrics"]["reward/mean"].value == 1.0
     assert "response/cut_fraction" not in record["metrics"]

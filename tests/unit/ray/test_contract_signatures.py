@@ -112,8 +112,7 @@ def test_methods_run_in_the_groups_of_the_contract():
     assert maker == {
         "workingloop": "compute",
         "update_experience_maker": "model_io",
-        "records_since": "experience_io",
-        "spans_since": "experience_io",
+        "report": "experience_io",
     }
     assert PPO.method_meta.concurrency_group_for_methods == {
         "fit": "compute",

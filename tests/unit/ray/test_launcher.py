@@ -108,7 +108,7 @@ def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage, monk
     monkeypatch.setattr(supervisor, "wait", watched_wait)
 
     def begin(host):
-        holds.extend(host.peers.hold(f"maker-{index}", "records_since") for index in range(3))
+        holds.extend(host.peers.hold(f"maker-{index}", "report") for index in range(3))
         one.on_turn = train_when_all_are_busy
 
     def train_when_all_are_busy(host):
@@ -117,7 +117,7 @@ def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage, monk
             one.on_turn = wait_for_the_trainers_row
 
     def wait_for_the_trainers_row(host):
-        one.num_asked.append(sum(call[0] == "records_since" for call in host.peers["maker-0"].calls))
+        one.num_asked.append(sum(call[0] == "report" for call in host.peers["maker-0"].calls))
         assert waited_for[-1] == {"trainer-0", "maker-0", "maker-1", "maker-2"}, "one wait for all of them"
         if one.snapshots[-1].step == 1:  # while every maker is busy
             for held in holds:
@@ -230,7 +230,7 @@ def test_new_trainers_hear_of_a_maker_that_does_not_answer(stage, clock):
     one = stage(makers=2)
 
     def begin(host):
-        one.held = host.peers.hold("maker-1", "records_since")
+        one.held = host.peers.hold("maker-1", "report")
         one.on_turn = stall
 
     def stall(host):
@@ -267,7 +267,7 @@ def test_a_rank_that_cannot_start_because_another_died_is_no_fault_of_its_own(st
             peer.call = lambda *_: failed_call(StartFailed("connection closed by peer"))
         else:
             one.host.on_start = lambda name: None
-            one.held = one.host.peers.hold(name, "progress")
+            one.held = one.host.peers.hold(name, "report")
             one.killing = Background(lambda: one.held.reached() or peer.kill())
 
     def end(host):
@@ -281,7 +281,7 @@ def test_a_rank_that_cannot_start_because_another_died_is_no_fault_of_its_own(st
 
 
 def failed_call(error):
-    call = ThreadCall("trainer-0", "progress", (), {})
+    call = ThreadCall("trainer-0", "report", (), {})
     call.settle(error=error)
     return call
 
@@ -318,7 +318,7 @@ def test_a_stop_while_trainers_are_started_again_says_how_to_resume(stage):
         one.host.on_start = stop
 
     def stop(name):
-        one.host.peers.hold(name, "progress")
+        one.host.peers.hold(name, "report")
         one.should_stop = True
 
     one.on_turn = die
@@ -337,7 +337,7 @@ def test_a_maker_that_dies_while_trainers_are_started_again_is_replaced(stage):
 
     def kill_a_maker(name):
         if name == "trainer-0":
-            one.held = one.host.peers.hold(name, "progress")
+            one.held = one.host.peers.hold(name, "report")
             one.host.peers.kill("maker-1")
         elif name == "maker-1":
             one.held.release()
@@ -378,8 +378,8 @@ def test_a_maker_that_dies_is_replaced_and_its_successor_is_read_from_the_beginn
     trainer = one.host["trainer-0"]
     assert trainer.released == ["maker-1"]
     assert trainer.makers == ["maker-0", "maker-1"]
-    questions = [args for method, args, _ in one.host.peers["maker-1"].calls if method == "records_since"]
-    assert questions[0] == (0,)
+    questions = [args for method, args, _ in one.host.peers["maker-1"].calls if method == "report"]
+    assert questions[0] == (0, 0)
     assert one.host["maker-1"].ended.is_set(), "it is stopped at the end as all others"
 
 
@@ -387,9 +387,9 @@ def test_a_maker_that_dies_is_replaced_and_its_successor_is_read_from_the_beginn
 def test_calls_of_the_driver_that_are_lost_are_made_again(stage, lose):
     one = stage(makers=2)
     lost = {
-        "maker": ("progress", "stop"),
+        "maker": ("report", "stop"),
         "trainer": (
-            "progress",
+            "report",
             "sync_models_to_remote_makers",
             "release_maker",
             "change_makers",
@@ -449,7 +449,7 @@ def test_a_maker_that_does_not_answer_has_its_work_given_to_others_once_until_it
     later = []
 
     def begin(host):
-        one.held = host.peers.hold("maker-1", "records_since")
+        one.held = host.peers.hold("maker-1", "report")
         one.on_turn = wait_for_the_question
 
     def wait_for_the_question(host):
@@ -472,7 +472,7 @@ def test_a_maker_that_does_not_answer_has_its_work_given_to_others_once_until_it
 
     def hold_when_it_answers(host):
         if "maker-1 answers again" in caplog.text:
-            one.held = host.peers.hold("maker-1", "spans_since")
+            one.held = host.peers.hold("maker-1", "report")
             one.on_turn = stall_again
 
     def stall_again(host):
@@ -495,7 +495,7 @@ def test_a_maker_that_stalled_and_died_does_not_answer_again(stage, clock, caplo
     one = stage(makers=2)
 
     def begin(host):
-        one.held, one.first = host.peers.hold("maker-1", "records_since"), host.peers["maker-1"]
+        one.held, one.first = host.peers.hold("maker-1", "report"), host.peers["maker-1"]
         one.on_turn = stall
 
     def stall(host):
@@ -510,7 +510,7 @@ def test_a_maker_that_stalled_and_died_does_not_answer_again(stage, clock, caplo
 
     def end_when_replaced(host):
         if host.peers["maker-1"] is not one.first and any(
-            method == "records_since" for method, *_ in host.peers["maker-1"].calls
+            method == "report" for method, *_ in host.peers["maker-1"].calls
         ):
             end_training(host)
 
@@ -552,7 +552,7 @@ def test_a_constructor_that_fails_ends_the_run_with_its_name(stage):
 
 def test_an_actor_that_does_not_start_in_time_is_named(stage):
     one = stage(seconds=0.1)
-    one.host.on_start = lambda name: name == "maker-0" and one.host.peers.hold(name, "progress")
+    one.host.on_start = lambda name: name == "maker-0" and one.host.peers.hold(name, "report")
     with pytest.raises(DeadlineExceeded, match="maker-0"):
         one.go()
 

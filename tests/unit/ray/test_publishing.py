@@ -53,7 +53,7 @@ def test_a_step_is_learnt_while_the_makers_verify_the_one_before_and_never_two_a
     held.release()
     fit.result()
     assert maker.updates == [1, 2, 3]
-    records = [record for record in trainer.records_since(0).records if "weights/bytes" in record["metrics"]]
+    records = [record for record in trainer.report().records.records if "weights/bytes" in record["metrics"]]
     assert [(record["version"], record["batch"]) for record in records] == [(1, 1), (2, 2), (3, 3)]
     assert all(record["metrics"]["weights/bytes"] > 0 for record in records)
     assert records[2]["metrics"]["wait/delivery_seconds"] > 0  # until version 2 could go out
@@ -63,7 +63,7 @@ def test_fit_ends_when_its_last_version_has_been_verified(trainer, maker):
     held = hold_answer(trainer, maker)
     fit = Background(trainer.fit, 1, 1)
     held.reached()
-    assert trainer.progress().state == "fitting"
+    assert trainer.progress().state == "working"
     held.release()
     fit.result()
     assert trainer.progress().state == "finished"
@@ -104,7 +104,7 @@ def test_a_step_is_learnt_while_a_sync_waits_for_the_makers(trainer, maker):
 
 
 def test_one_rank_of_a_group_does_not_save_alone_while_they_train(trainer, tmp_path):
-    trainer.strategy, trainer._state = SimpleNamespace(world_size=2), "fitting"
+    trainer.strategy, trainer._state = SimpleNamespace(world_size=2), "working"
     with pytest.raises(CoatiError, match="save_every"):
         trainer.strategy_save_actor(str(tmp_path / "model"))
 

@@ -82,7 +82,7 @@ class Stage:
 
     def story_of(self, trainer):
         """What a trainer was told."""
-        self.peers[trainer].call("progress").result(PATIENCE)  # after all that came before
+        self.peers[trainer].call("report", 0, 0).result(PATIENCE)  # after all that came before
         return self[trainer].story
 
     @property
@@ -181,7 +181,7 @@ def not_load(stage):
 
 
 def never_answer(stage):
-    stage.host.on_start = lambda name: name == "maker-2" and stage.peers.hold(name, "progress")
+    stage.host.on_start = lambda name: name == "maker-2" and stage.peers.hold(name, "report")
     return r"did not load .*\(deadlines\.start_seconds\)"
 
 
@@ -211,7 +211,7 @@ def test_without_a_maker_that_cannot_join_the_run_continues(stage, fail, caplog)
 
 
 def test_a_lost_answer_of_a_maker_that_joins_is_asked_for_again(stage):
-    stage.host.on_start = lambda name: stage.peers.drop_reply(name, "progress")
+    stage.host.on_start = lambda name: stage.peers.drop_reply(name, "report")
     stage.scale_to(2)
     stage.check_consistent()
 
@@ -236,7 +236,7 @@ def test_a_maker_that_dies_is_replaced_after_a_while_under_its_name(stage):
 
 def test_trainers_do_not_update_a_maker_before_it_has_loaded(stage):
     held = []
-    stage.host.on_start = lambda name: held.append(stage.peers.hold(name, "progress"))
+    stage.host.on_start = lambda name: held.append(stage.peers.hold(name, "report"))
     stage.die("maker-0")
     CLOCK.now += 0.5
     stage.turn()
@@ -248,7 +248,7 @@ def test_trainers_do_not_update_a_maker_before_it_has_loaded(stage):
 
 
 def test_a_maker_that_never_loads_is_killed_and_counts_as_dead(stage):
-    stage.host.on_start = lambda name: stage.peers.hold(name, "progress")
+    stage.host.on_start = lambda name: stage.peers.hold(name, "report")
     stage.die("maker-0")
     CLOCK.now += 0.5
     stage.turn()
@@ -344,7 +344,7 @@ def test_the_dead_are_replaced_if_they_are_still_wanted(wanted):
 
 def test_a_successor_that_still_loads_leaves_at_once(stage):
     stage.scale_to(2)
-    stage.host.on_start = lambda name: stage.peers.hold(name, "progress")
+    stage.host.on_start = lambda name: stage.peers.hold(name, "report")
     stage.die("maker-1")
     CLOCK.now += 1.0
     stage.turn()

@@ -92,7 +92,7 @@ def test_the_buffer_takes_and_tells_while_fit_computes(make_trainer):
     trainer.buffer_append(experience(2, 2))
     trainer.buffer_extend(items(4, 2))
     assert trainer.buffer_get_length() == 2
-    assert trainer.progress().state == "fitting"
+    assert trainer.progress().state == "working"
     may_go_on.set()
     fit.result()
     assert trainer.trained == [[0, 1], [2, 3], [4, 5]]
