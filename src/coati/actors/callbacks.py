@@ -106,15 +106,9 @@ class _PerformanceEvaluator(_Callback):
 
     title: str
     flops_per_token: float
-    flops_per_sample = 0.0
     samples = 0
     tokens = 0  # of prompts and responses, without padding
     use = TimeUse()
-
-    @property
-    def flops(self) -> float:
-        """What all models computed."""
-        return self.flops_per_token * self.tokens + self.flops_per_sample * self.samples
 
     def __str__(self) -> str:
         samples, seconds = self.samples, self.use.elapsed
@@ -124,7 +118,7 @@ class _PerformanceEvaluator(_Callback):
         return (
             f"{self.title}: {samples:,} samples ({samples / seconds:,.2f}/s, {format_seconds(seconds / samples)} each),"
             f" {self.tokens:,} tokens ({self.tokens / seconds:,.0f}/s) in {format_seconds(seconds)}, "
-            f"{self.flops / seconds / 1e9:,.2f} GFLOP/s\n  of the time: {', '.join(shares)}"
+            f"{self.flops_per_token * self.tokens / seconds / 1e9:,.2f} GFLOP/s\n  of the time: {', '.join(shares)}"
         )
 
     def _begin(self) -> None:
@@ -144,12 +138,8 @@ class _PerformanceEvaluator(_Callback):
 class ExperienceMakerPerformanceEvaluator(_PerformanceEvaluator, MakerCallback):
     """Measures each loop of a maker: throughput, FLOP/s, shares of its time. Logs a summary at the end.
 
-    With B samples of N tokens in all, prompt and response without padding, and a key-value cache, an experience takes::
-
-        2·P_actor·(N − B)                            generation: all tokens but each sample's last
-        2·(P_actor + P_critic + P_initial_model + P_reward_model)·N    one forward of each to score
-
-    A model that is absent has 0 parameters. What is computed once (a prompt of several samples) counts each time.
+    A token, of a prompt or a response, takes 2 FLOPs for each weight of the actor to generate it, and 2 for each weight
+    of all models to score it. What is computed once (a prompt of several samples) counts each time.
     """
 
     title = "Experience maker"
@@ -163,7 +153,6 @@ class ExperienceMakerPerformanceEvaluator(_PerformanceEvaluator, MakerCallback):
     ) -> None:
         scored = actor_num_params + critic_num_params + initial_model_num_params + reward_model_num_params
         self.flops_per_token = 2.0 * (actor_num_params + scored)
-        self.flops_per_sample = -2.0 * actor_num_params
 
     def on_loop_start(self) -> None:
         self._begin()
@@ -178,10 +167,9 @@ class ExperienceMakerPerformanceEvaluator(_PerformanceEvaluator, MakerCallback):
 class TrainerPerformanceEvaluator(_PerformanceEvaluator, TrainerCallback):
     """Measures each fit of a trainer: throughput, FLOP/s, shares of its time. Logs a summary at the end.
 
-    A batch of N tokens, prompt and response without padding, takes 6·(P_actor + P_critic)·N FLOPs (forward 2, backward
-    4), and 8·(P_actor + P_critic)·N with gradient checkpointing, which runs the forward once more. Prompts that samples
-    share count each time, and a sample counts once for each epoch. The first `ignore_first_episodes` episodes warm up
-    caches and kernels; they are left out if there are more.
+    A token takes 6 FLOPs for each weight of actor and critic (forward 2, backward 4), and 8 with gradient
+    checkpointing. Prompts that samples share count each time, and a sample counts once for each epoch. The first
+    `ignore_first_episodes` episodes warm up caches and kernels; they are left out if there are more.
     """
 
     title = "Trainer"

@@ -186,17 +186,16 @@ class PlainPPOTrainer(Trainer):
         }
 
     def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
-        """Send all weights to the makers. May be called while `fit` trains.
+        """Send all weights to the makers, and wait until they have them.
 
-        A version names one set of weights. In the middle of an episode the weights have no version yet, so the call
-        waits for the end of the episode, when `fit` publishes them anyway.
+        While `fit` trains, they get what its episode has made of the version so far.
         """
         self._refuse_in_group_fit("sync its makers", "fit sends new weights after every episode")
-        wait_in_slices(
-            lambda seconds: self._sync_whole_version(seconds, **kwargs),
-            deadline_seconds=self.deadlines.batch_seconds,
-            what=lambda: "the end of fit's episode, to sync whole versions to the makers",
-        )
+        self._sender.settle()  # before the lock, which a step waits for
+        with self._hold_weights():
+            if self._state != "working":
+                self.version += self._num_steps_unpublished > 0  # trained by hand since the last version
+            super().sync_models_to_remote_makers(**kwargs)
         if self._sync is not None:
             self._sender.end_update(self._sync)
 
@@ -233,17 +232,6 @@ class PlainPPOTrainer(Trainer):
             with self._hold_weights():
                 update = self._sender.begin_update(self.version, fully_update=True, only_behind=True)
             self._sender.end_update(update)
-
-    def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
-        """Sync if the weights are those of a version; checked and read under one lock, so no step comes between."""
-        self._sender.settle()  # before the lock, which a step waits for
-        with self._hold_weights():
-            if not self._num_steps_unpublished or self._state != "working":
-                self.version += self._num_steps_unpublished > 0  # trained by hand since the last version
-                super().sync_models_to_remote_makers(**kwargs)
-                return True
-        self.host.stop.wait(min(seconds, 0.2))
-        return False
 
     def _update_remote_makers(self, fully_update: bool = False, **config: Any) -> None:
         """Send the weights as version `self.version`; `config` may hold `shard_size` in MiB.

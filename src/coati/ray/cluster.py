@@ -46,20 +46,17 @@ def connected(config: RunSettings, *, address: str | None, namespace: str, log_t
         _check_address(address)
         try:
             with _own_signal_handlers():
-                ray.init(
-                    address=address,
-                    namespace=namespace,
-                    log_to_driver=log_to_driver,
-                    logging_level=logging.WARNING,
-                )
+                options = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
+                ray.init(address=address, namespace=namespace, **options)
         except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"no Ray cluster at --address {address!r}: {str(error).strip().splitlines()[0]}{_token_hint(error)}"
+                f"no Ray cluster at --address {address!r}: {str(error).strip().splitlines()[0]} If it wants a token, "
+                "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the token that its nodes have."
             ) from error
         try:
             if not config.topology.allow_open_cluster:
                 _check_authentication(address)
-            _check_resources(config, num_cpus=build.num_actors(config))
+            _check_resources(config)
             yield False
         finally:
             ray.shutdown()
@@ -70,7 +67,6 @@ def connected(config: RunSettings, *, address: str | None, namespace: str, log_t
 
 @contextlib.contextmanager
 def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) -> Iterator[None]:
-    num_actors = build.num_actors(config)
     # Ray announces its token authentication on every start. It stays on; the hint is not for our users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     # Short: socket paths have a length limit.
@@ -83,14 +79,14 @@ def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) ->
                 ray.init(
                     address="local",
                     namespace=namespace,
-                    num_cpus=max(os.cpu_count() or 1, num_actors),
+                    num_cpus=max(os.cpu_count() or 1, build.num_actors(config)),
                     include_dashboard=False,
                     log_to_driver=log_to_driver,
                     logging_level=logging.WARNING,
                     _temp_dir=str(folder),
                     _node_ip_address=_LOOPBACK if sys.platform == "linux" else None,
                 )
-            _check_resources(config, num_cpus=num_actors)
+            _check_resources(config)
             yield
         except (RunStopped, KeyboardInterrupt):
             raise
@@ -175,22 +171,6 @@ def _own_signal_handlers() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _token_hint(error: BaseException | None) -> str:
-    """Return a hint for a cluster that wants a token; Ray mentions it only in a nested error."""
-    while error is not None:
-        if _is_about_tokens(f"{type(error).__name__} {error}"):
-            return (
-                ". It wants a token, and there is none or a wrong one here: set RAY_AUTH_MODE=token, and "
-                "RAY_AUTH_TOKEN_PATH to the file with the token that its nodes have."
-            )
-        error = error.__cause__ or error.__context__
-    return ""
-
-
-def _is_about_tokens(text: str) -> bool:
-    return any(name in text for name in ("AuthenticationError", "InvalidAuthToken", "Unauthenticated"))
-
-
 def _check_authentication(address: str) -> None:
     """Raise ConfigError if the cluster lets in a process without a token."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address"]
@@ -205,7 +185,7 @@ def _check_authentication(address: str) -> None:
         is_open, said = asked.returncode == 0, asked.stdout + asked.stderr
     except subprocess.TimeoutExpired:
         is_open, said = False, f"no answer within {_ASK_SECONDS:g} s"
-    if is_open or not _is_about_tokens(said):
+    if is_open or not any(name in said for name in ("AuthenticationError", "InvalidAuthToken", "Unauthenticated")):
         finding = "has no token authentication" if is_open else f"did not tell whether it has tokens ({said.strip()})"
         raise ConfigError(
             f"the Ray cluster at --address {address!r} {finding}. Anyone who reaches an open cluster can run code as "
@@ -256,12 +236,12 @@ def _knock(address: str, seconds: float) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
 
 
-def _check_resources(config: RunSettings, *, num_cpus: int) -> None:
+def _check_resources(config: RunSettings) -> None:
     """Raise ConfigError if the actors do not fit; Ray would wait for resources without end."""
     topology = config.topology
     have = ray.cluster_resources()
     num_gpus = topology.makers * topology.gpus_per_maker + topology.trainers * topology.gpus_per_trainer
-    for kind, need in (("CPU", float(num_cpus)), ("GPU", num_gpus)):
+    for kind, need in (("CPU", float(build.num_actors(config))), ("GPU", num_gpus)):
         if need > have.get(kind, 0.0):
             raise ConfigError(
                 f"the run needs {counted(need, kind)} ({counted(topology.makers, 'maker')}, "

@@ -146,8 +146,7 @@ def test_the_maker_by_hand(caplog):
     s = evaluator
     assert (s.samples, s.tokens, s.use.elapsed) == (4, 16, 10.0)
     assert s.use.seconds == {"generate": 6.5, "score": 0.5, "send": 1.0, "wait_weights": 1.5}
-    # One experience: generation 2·1000·(8 − 2) = 12,000 and scoring 2·1111·8 = 17,776.
-    assert s.flops == 2 * (12_000 + 17_776)
+    assert s.flops_per_token == 2 * 1000 + 2 * 1111  # generation and scoring
     assert caplog.messages == [str(s)]
 
 
@@ -160,7 +159,6 @@ def test_the_maker_without_masks_counts_every_position():
     make_one(evaluator, clock, experience, 1.0, 0.0)
     evaluator.on_loop_end()
     assert evaluator.tokens == 10
-    assert evaluator.flops == 2 * (10 - 2) + 2 * 10
 
 
 def test_the_maker_starts_again_with_each_loop():
@@ -202,7 +200,7 @@ def test_the_trainer_by_hand(caplog, enable_grad_checkpoint, per_weight, first_e
     s = evaluator
     assert (s.samples, s.tokens, s.use.elapsed) == (8, 32, 12.5)
     assert s.use.seconds == {"train": 8.0, "publish": 0.5, "wait_data": 4.0}
-    assert s.flops == per_weight * 1100 * 32
+    assert s.flops_per_token == per_weight * 1100
     assert caplog.messages == [str(s)]
 
 
@@ -253,9 +251,8 @@ def test_rates_by_hand():
     batch = SimpleNamespace(sequences=torch.zeros(100, 30, dtype=torch.long), attention_mask=None)
     evaluator.on_make_experience_end(batch)
     evaluator.on_loop_end()
-    assert evaluator.flops == 17.7e9  # 2 · 1.5e6 · (2 · 3000 − 100)
     assert str(evaluator).splitlines() == [
-        "Experience maker: 100 samples (25.00/s, 40 ms each), 3,000 tokens (750/s) in 4 s, 4.42 GFLOP/s",
+        "Experience maker: 100 samples (25.00/s, 40 ms each), 3,000 tokens (750/s) in 4 s, 4.50 GFLOP/s",
         "  of the time: generate 40%, score 10%, send 1%, wait for room 1%, publish 25%",
     ]
 
