@@ -2,16 +2,19 @@
 
     python benchmarks/staleness.py --workers 16 --output FOLDER       run what FOLDER lacks, then print the tables
     python benchmarks/staleness.py --output FOLDER --docs             write FOLDER/results.json into docs/
+    python benchmarks/staleness.py --workers 16 --output FOLDER --settings demo praise --methods truncated naive \\
+        --etas 1 4 0 8 --writing whole in-flight recomputed           responses of one version against those of several
 
-The model and the reward are the demo's. A run takes the real objects (prompts, pipeline and gate, weight stage,
-learner) through one process, one after the other, as `coati.synchronous` does; but its gate is bounded by η, and its
-maker uses all that the gate allows before the trainer takes a batch. So every batch is as old as the bound lets it be:
-min(v, η) versions when it is trained at version v, and a run that finds another age stops. Detached runs have younger
-data on average: this is the worst case of each η.
+The model and the reward are the demo's; the setting "praise" has the verifier of `algorithms.py`, and GRPO. A run takes
+the real objects (prompts, pipeline and gate, weight stage, learner) through one process, one after the other, as
+`coati.synchronous` does; but its gate is bounded by η, and its maker uses all that the gate allows before the trainer
+takes a batch. So every batch is as old as the bound lets it be: min(v, η) versions when it is trained at version v, and
+a run that finds another age stops. Detached runs have younger data on average: this is the worst case of each η.
 
 All methods see the same prompts, the same number of samples and the same settings. FOLDER/runs.jsonl gets one line for
 each finished run, so an interrupted benchmark continues where it was; lines of other settings are ignored. The last
-step writes FOLDER/results.json, FOLDER/results.md and FOLDER/plot.svg.
+step writes FOLDER/results.json, FOLDER/results.md and FOLDER/plot.svg; with several ways of writing it compares them
+in FOLDER/writing.md (--report: those runs that are there).
 """
 
 import argparse
@@ -140,7 +143,17 @@ def run_grid(cells: Sequence[Cell], output: Path, num_workers: int) -> None:
                 f" in {row['seconds']:.0f} s",
                 flush=True,
             )
-    write_results(cells, rows, output, base_rewards(base, str(prompts), sorted({cell.seed for cell in cells})))
+    if len({cell.writing for cell in cells}) > 1:
+        compare_writing(rows, output)
+    else:
+        write_results(cells, rows, output, base_rewards(base, str(prompts), sorted({cell.seed for cell in cells})))
+
+
+def compare_writing(rows: Mapping[Cell, dict[str, Any]], output: Path) -> None:
+    """Tables of the ways of writing beside each other, from the runs that are there."""
+    text = report.writing_tables(list(rows.values()))
+    (output / "writing.md").write_text(text + "\n", encoding="utf-8")
+    print(text)
 
 
 def write_results(
@@ -188,33 +201,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/staleness"), metavar="FOLDER")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["tame", "demo", "harsh"])
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *MORE_METHODS], default=list(METHODS))
     parser.add_argument("--etas", type=int, nargs="+", default=list(ETAS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--lead", type=int, default=OLDEST, help="ages as the ledger distributes them with this lead")
     parser.add_argument(
         "--writing",
+        nargs="+",
         choices=WRITING,
-        default="whole",
+        default=["whole"],
         help="whole = a response is written by one version; in-flight = by all up to the one that is trained on, an "
         "equal part each; recomputed = the same, with keys and values computed again by each",
     )
     parser.add_argument("--docs", action="store_true", help="only write FOLDER/results.json into docs/")
+    parser.add_argument("--report", action="store_true", help="only compare the ways of writing, with what is there")
     arguments = parser.parse_args()
-    if arguments.writing != "whole" and arguments.lead != OLDEST:
+    if arguments.writing != ["whole"] and arguments.lead != OLDEST:
         parser.error("--writing takes the ages that η allows at most: leave --lead out.")
+    # η by η and seed by seed, so that an interrupted benchmark has the first of them whole.
     cells = [
-        Cell(*values)
-        for values in itertools.product(
-            arguments.settings,
-            arguments.methods,
-            arguments.etas,
-            arguments.seeds,
-            [arguments.lead],
-            [arguments.writing],
+        Cell(setting, method, eta, seed, arguments.lead, writing)
+        for eta, seed, setting, method, writing in itertools.product(
+            arguments.etas, arguments.seeds, arguments.settings, arguments.methods, arguments.writing
         )
+        if eta > 0 or writing == arguments.writing[0]  # one version at a time leaves nothing to choose
     ]
+    if arguments.report:
+        compare_writing(finished_runs(arguments.output / "runs.jsonl", cells), arguments.output)
+        return
     if arguments.docs:
         report.write_docs(arguments.output / "results.json", Path(__file__).resolve().parent.parent / "docs")
         return

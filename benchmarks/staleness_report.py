@@ -5,6 +5,7 @@ method, η), every measure as a list with one number for each seed. The plot is 
 needs no package, stays small, and changes only where numbers do.
 """
 
+import itertools
 import json
 import math
 import re
@@ -161,6 +162,49 @@ _WRITTEN = {
     "in-flight": "in equal parts by all versions up to the one that was trained on",
     "recomputed": "in equal parts by all versions up to the one that was trained on, each with its own cache",
 }
+
+
+# Quantiles of Student's t for 95 % intervals, by the number of seeds.
+_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and how far its 95 % interval reaches to each side.
+
+    >>> [round(number, 2) for number in mean_interval([1.0, 2.0, 3.0])]
+    [2.0, 2.48]
+    """
+    if len(values) < 2:
+        return values[0], math.inf
+    quantile = _T.get(len(values), 1.96 + 3.0 / (len(values) - 1))  # a little wide
+    return statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def writing_tables(rows: Sequence[Mapping[str, Any]]) -> str:
+    """For each setting and method: means of each way of writing, and its differences, paired by seed."""
+    return "\n\n".join(_writing_table(rows, measure, name) for measure, name in (*PLOTTED, ("area", "mean reward")))
+
+
+def _writing_table(rows: Sequence[Mapping[str, Any]], measure: str, name: str) -> str:
+    found: dict[tuple[str, str, int, str], dict[int, float]] = {}
+    for row in rows:
+        found.setdefault((row["setting"], row["method"], row["eta"], row["writing"]), {})[row["seed"]] = row[measure]
+    heads = ["setting", "method", "η", "seeds", *_WRITTEN, "in-flight − whole", "recomputed − in-flight"]
+    lines = [f"{name}, mean (95 % interval)", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for setting, method, eta in sorted({key[:3] for key in found}):
+        ways = [found.get((setting, method, eta, writing), {}) for writing in _WRITTEN]
+        parts = [_with_interval(list(way.values()), sign="") for way in ways]
+        for one, other in itertools.pairwise(ways):
+            parts.append(_with_interval([other[seed] - one[seed] for seed in one if seed in other], sign="+"))
+        lines.append(f"| {setting} | {LABELS[method]} | {eta} | {max(map(len, ways))} | {' | '.join(parts)} |")
+    return "\n".join(lines)
+
+
+def _with_interval(values: Sequence[float], *, sign: str) -> str:
+    if not values:
+        return ""
+    mean, reach = mean_interval(values)
+    return f"{mean:{sign}.3f} ± {reach:.3f}"
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -54,6 +54,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tame": {"total_steps": 80, "actor_lr": 3e-4, "critic_lr": 1e-3},
     "demo": {"total_steps": 80, "actor_lr": 1e-3, "critic_lr": 1e-3},
     "harsh": {"total_steps": 40, "actor_lr": 1e-3, "critic_lr": 1e-3, "epochs": 4},
+    "praise": {"total_steps": 40, "actor_lr": 5e-4, "epochs": 2},
+}
+BATCH_SIZE, GROUP_SIZE = 64, 8
+# What a setting is about, if it is not the demo's task: GRPO with the verifier of `benchmarks/algorithms.py`.
+TASKS: dict[str, dict[str, Any]] = {
+    "praise": {
+        "reward": {"function": "algorithms:is_praise", "search_paths": [str(Path(__file__).resolve().parent)]},
+        "rollout": {"prompts_per_batch": BATCH_SIZE // GROUP_SIZE, "samples_per_prompt": GROUP_SIZE},
+        "algorithm": {"name": "grpo", "kl_coef": 0.0},
+    },
+}
+DEMO: dict[str, dict[str, Any]] = {
+    "reward": {"function": "coati.demo.reward:film_sentiment"},
+    "rollout": {"prompts_per_batch": BATCH_SIZE},
+    "algorithm": {"kl_coef": 0.05},
 }
 OLDEST = -1
 WRITING: dict[str, dict[str, Any]] = {
@@ -61,8 +76,6 @@ WRITING: dict[str, dict[str, Any]] = {
     "in-flight": {"in_flight": True},
     "recomputed": {"in_flight": True, "recompute_cache": True},
 }
-BATCH_SIZE = 64
-KL_COEF = 0.05
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -101,8 +114,9 @@ def make_schedule(cell: Cell, versions: int) -> Schedule:
 
     These are as in `benchmarks/leases.py`: 4 with 16 slots, lognormal response times, 1 second of training.
     """
+    size = BATCH_SIZE // (GROUP_SIZE if cell.setting in TASKS else 1)
     if cell.lead == OLDEST:
-        trained = [list(range(version * BATCH_SIZE, (version + 1) * BATCH_SIZE)) for version in range(versions)]
+        trained = [list(range(version * size, (version + 1) * size)) for version in range(versions)]
         written: list[list[int]] = [[] for _ in range(versions)]
         for version, numbers in enumerate(trained):
             written[max(0, version - cell.eta)] += numbers
@@ -112,7 +126,7 @@ def make_schedule(cell: Cell, versions: int) -> Schedule:
         speeds=[1.0] * 4,
         slots=[16] * 4,
         versions=versions,
-        groups_per_version=BATCH_SIZE,
+        groups_per_version=size,
         lead=cell.lead,
         max_staleness=cell.eta,
     )
@@ -123,18 +137,19 @@ def make_schedule(cell: Cell, versions: int) -> Schedule:
     written = [[] for _ in range(versions)]
     for number in sorted(picked):
         written[granted[number]].append(number)
-    return Schedule(written, [picked[first : first + BATCH_SIZE] for first in range(0, len(picked), BATCH_SIZE)])
+    return Schedule(written, [picked[first : first + size] for first in range(0, len(picked), size)])
 
 
 def make_config(cell: Cell, base: str, prompts: str) -> RunSettings:
+    task = TASKS.get(cell.setting, DEMO)
     return build_config(
         {
             "run": {"name": "staleness", "seed": cell.seed},
             "model": {"path": base, "device": "cpu"},
             "prompts": {"path": prompts},
-            "reward": {"function": "coati.demo.reward:film_sentiment"},
-            "rollout": {"prompts_per_batch": BATCH_SIZE, "max_new_tokens": 16, **WRITING[cell.writing]},
-            "algorithm": {"kl_coef": KL_COEF, **(METHODS | MORE_METHODS)[cell.method]},
+            "reward": task["reward"],
+            "rollout": {"max_new_tokens": 16, **task["rollout"], **WRITING[cell.writing]},
+            "algorithm": {**task["algorithm"], **(METHODS | MORE_METHODS)[cell.method]},
             "train": {"batch_size": BATCH_SIZE, "warmup_steps": 2, **SETTINGS[cell.setting]},
             "topology": {
                 "max_staleness": cell.eta,
@@ -147,13 +162,9 @@ def make_config(cell: Cell, base: str, prompts: str) -> RunSettings:
 
 def recipe_of(cell: Cell) -> str:
     """Names everything that decides a run's outcome but the code and the machine."""
-    config = make_config(cell, "base", "prompts.jsonl")
-    recipe = {
-        "config": config.model_dump(mode="json"),
-        "lead": cell.lead,
-        "prompts": PROMPTS,
-        "num_evaluated": NUM_EVALUATED,
-    }
+    config = make_config(cell, "base", "prompts.jsonl").model_dump(mode="json")
+    del config["reward"]["search_paths"]  # which name this folder
+    recipe = {"config": config, "lead": cell.lead, "prompts": PROMPTS, "num_evaluated": NUM_EVALUATED}
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -246,7 +257,7 @@ def run_cell(cell: Cell, base: str, prompts: str) -> dict[str, Any]:
         "recipe": recipe_of(cell),
         "reward": final["reward"],
         "kl": final["kl"],
-        "objective": final["reward"] - KL_COEF * final["kl"],
+        "objective": final["reward"] - config.algorithm.kl_coef * final["kl"],
         "distinct": final["distinct"],
         "age_mean": statistics.fmean(metrics["age"]),
         "age_max": max(metrics["oldest"]),
@@ -268,11 +279,12 @@ def _mean_or_none(values: Sequence[float]) -> float | None:
 
 def about(setting: str) -> str:
     """A setting in words."""
-    train = make_config(Cell(setting, "naive", 0, 0), "base", "prompts.jsonl").train
+    config = make_config(Cell(setting, "naive", 0, 0), "base", "prompts.jsonl")
+    train = config.train
+    critic = f" and {train.critic_lr:g} (critic)" if config.algorithm.uses_critic else ""
     return (
         f"{train.total_steps} versions of {train.batch_size} samples, {train.epochs} optimizer "
-        f"{'step' if train.epochs == 1 else 'steps'} on each, learning rates {train.actor_lr:g} (actor) and "
-        f"{train.critic_lr:g} (critic)."
+        f"{'step' if train.epochs == 1 else 'steps'} on each, learning rates {train.actor_lr:g} (actor){critic}."
     )
 
 

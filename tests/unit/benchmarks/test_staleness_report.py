@@ -126,3 +126,17 @@ def test_plot_places_a_point_for_every_cell(report, results):
 def test_the_docs_page_has_the_block():
     page = (ROOT / "docs" / "staleness.md").read_text(encoding="utf-8")
     assert page.count("<!-- made: results -->") == page.count("<!-- end: results -->") == 1
+
+
+def test_ways_of_writing_are_compared_by_seed(report):
+    def row(writing, seed, reward):
+        numbers = dict.fromkeys(("reward", "objective", "area"), reward)
+        return {"setting": "hard", "method": "naive", "eta": 4, "seed": seed, "writing": writing, **numbers}
+
+    rows = [row("whole", seed, 0.5 + seed / 10) for seed in (1, 2)]
+    rows += [row("in-flight", seed, 0.6 + seed / 10) for seed in (2, 1)] + [row("recomputed", 2, 0.7)]
+    # 0.6 and 0.7: mean 0.65, standard error 0.05, times 12.71. Both seeds gain 0.1. One seed has no interval.
+    expected = (
+        "| hard | naive PPO | 4 | 2 | 0.650 ± 0.636 | 0.750 ± 0.636 | 0.700 ± inf | +0.100 ± 0.000 | -0.100 ± inf |"
+    )
+    assert expected in report.writing_tables(rows).splitlines()
