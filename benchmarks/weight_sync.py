@@ -44,8 +44,7 @@ from coati.ray.peers import RayPeers
 from coati.trainer.strategies import DDPStrategy
 from coati.weights.message import CardMemory
 from coati.weights.receiver import WeightReceiver
-from coati.weights.recipients import Recipients
-from coati.weights.sender import WeightSender
+from coati.weights.sender import Recipients, WeightSender
 from coati.weights.served import ServedModels
 
 LAYER_MB = 4

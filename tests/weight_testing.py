@@ -19,8 +19,7 @@ from coati.monitor.timeline import Timeline
 from coati.weights.message import Chunk, UpdateHeader, WeightManifest, WeightMessage, checksum_of
 from coati.weights.message import value_chunk as made_by_value
 from coati.weights.receiver import WeightReceiver
-from coati.weights.recipients import Recipients
-from coati.weights.sender import WeightSender
+from coati.weights.sender import Recipients, WeightSender
 from coati.weights.served import ServedModels
 
 

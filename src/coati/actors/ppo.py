@@ -33,8 +33,7 @@ from coati.trainer.ppo import PPOLearner
 from coati.trainer.step_numbers import plain_metrics
 from coati.trainer.strategies import Strategy
 from coati.weights.message import CardMemory
-from coati.weights.recipients import Recipients
-from coati.weights.sender import WeightSender
+from coati.weights.sender import Recipients, WeightSender
 
 logger = logging.getLogger(__name__)
 

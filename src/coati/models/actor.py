@@ -148,13 +148,9 @@ def _without_ddp(module: nn.Module) -> nn.Module:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The transformers model inside an `Actor`, a DDP wrapper, or both."""
-    while True:
-        outer, module = module, _without_ddp(module)
-        if isinstance(module, Actor):
-            module = module.model
-        if module is outer:
-            return module
+    """The transformers model inside an `Actor`, which may be inside a DDP wrapper."""
+    module = _without_ddp(module)
+    return module.model if isinstance(module, Actor) else module
 
 
 def scoring_problem(model: nn.Module) -> str | None:

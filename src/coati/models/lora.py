@@ -65,26 +65,18 @@ def has_adapters(names: Iterable[str]) -> bool:
 
 
 def as_layer_lora(value: Any) -> LayerLoRA:
-    """Settings as they come in plain calls: ours, a mapping, or an object with peft's names (r, lora_alpha, …).
+    """Settings as they come in plain calls: ours, or a mapping or an object with peft's names.
 
     >>> as_layer_lora({"r": 2, "lora_alpha": 8}).scale
     4.0
     """
     if isinstance(value, LayerLoRA):
         return value
-
-    def get(*names: str, default: Any = None) -> Any:
-        for name in names:
-            found = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
-            if found is not None:
-                return found
-        return default
-
-    rank = get("r", "rank")
+    given = value if isinstance(value, Mapping) else vars(value)
+    rank = given.get("r")
     if not isinstance(rank, int) or rank < 1:
         raise WeightUpdateError(f"LoRA settings of a layer need a rank (r) of 1 or more, got {value!r}.")
-    scale = get("scale", "scaling", default=get("lora_alpha", "alpha", default=1.0) / rank)
-    return LayerLoRA(scale=float(scale), is_transposed=bool(get("fan_in_fan_out", "is_transposed", default=False)))
+    return LayerLoRA(scale=given.get("lora_alpha", 1.0) / rank, is_transposed=bool(given.get("fan_in_fan_out", False)))
 
 
 class LoRAConstructor:

@@ -83,8 +83,12 @@ def policy_objective(
         is_positive = mask & (part.reward > 0).unsqueeze(1)
         loss = loss - algorithm.nll_coef * divide_by_count(masked_sum(logprobs, is_positive), counts.positive_tokens)
     if algorithm.kl_loss_coef:
-        reference = _reference_of(part, algorithm)
-        kl_term = kl_penalty(logprobs, reference, mask, kind=algorithm.kl_estimator, weights=shares)
+        if part.reference_log_probs is None:
+            raise DataError(
+                f"kl_loss_coef is {algorithm.kl_loss_coef:g}, but the batch has no reference_log_probs to measure the "
+                "KL against. Use a maker with an algorithm whose KL is in the loss, such as 'grpo'."
+            )
+        kl_term = kl_penalty(logprobs, part.reference_log_probs, mask, kind=algorithm.kl_estimator, weights=shares)
         policy = policy._replace(kl_term=kl_term)
     return policy._replace(loss=loss)
 
@@ -128,15 +132,6 @@ def load_loss(name: str, search_paths: tuple[Path, ...] = ()) -> Callable[..., A
         return load_reward_function(name, search_paths)
     except ConfigError as error:
         raise ConfigError(f"algorithm.loss: {error}") from None
-
-
-def _reference_of(part: Experience, algorithm: AlgorithmSettings) -> Tensor:
-    if part.reference_log_probs is None:
-        raise DataError(
-            f"kl_loss_coef is {algorithm.kl_loss_coef:g}, but the batch has no reference_log_probs to measure the KL "
-            "against. Use a maker with an algorithm whose KL is in the loss, such as 'grpo'."
-        )
-    return part.reference_log_probs
 
 
 def token_weights(part: Experience, algorithm: AlgorithmSettings) -> Tensor:

@@ -9,23 +9,10 @@ from coati.errors import ConfigError
 
 
 class HybridAdam(Adam):
-    """Adam or AdamW with torch's fused kernel on each device; parameters on a CPU and on GPUs may mix.
+    """Adam or AdamW (`adamw_mode`) with torch's fused kernel on each device; parameters on a CPU and on GPUs may mix.
 
-    Args:
-        params: parameters or parameter groups, as for any torch optimizer.
-        lr: learning rate.
-        bias_correction: only True; torch's kernels always correct.
-        betas: decay of the first and second moment.
-        eps: added to the denominator.
-        weight_decay: decoupled (`adamw_mode=True`) or added to the gradient (`adamw_mode=False`).
-        adamw_mode: decoupled weight decay.
-
-    Example:
-        >>> import torch
-        >>> layer = torch.nn.Linear(2, 1)
-        >>> optimizer = HybridAdam(layer.parameters(), lr=0.1)
-        >>> layer(torch.ones(1, 2)).sum().backward()
-        >>> optimizer.step()
+    `bias_correction` may only be True; torch's kernels always correct. Weight decay is decoupled in `adamw_mode`, else
+    added to the gradient.
     """
 
     def __init__(

@@ -25,8 +25,6 @@ from coati.weights.served import ServedModels, VerifiedUpdate
 
 logger = logging.getLogger(__name__)
 
-# No run counts this far: a version of one a second for 60 years.
-MAX_VERSION = 2**31
 _KEPT = "Update rejected; the maker keeps its current weights."
 _OTHER_MODEL = "Update rejected; use the same model on both sides."
 _PLAIN = UpdateHeader(update_id="without an id", version=0, source="plain calls")
@@ -144,12 +142,7 @@ class WeightReceiver:
         self._offer(dataclasses.replace(update, is_full=update.is_full or fully_update))
 
     def _begin(self, header: UpdateHeader) -> None:
-        """Open a stage. Refuses a version that no run counts to: it would make every later update look too old."""
-        if not 0 <= header.version <= MAX_VERSION:
-            raise WeightUpdateError(
-                f"{header} has an implausible version: it must be from 0 to {MAX_VERSION}. {_KEPT} Count versions up "
-                "from 0."
-            )
+        """Open a stage, in place of an update that its sender, or trainers that others replaced, never finished."""
         for source, old in list(self._open.items()):
             if source == header.source or old.header.incarnation < header.incarnation:
                 logger.warning("%s was never finished; discarded", self._open.pop(source).header)

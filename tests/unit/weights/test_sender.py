@@ -14,11 +14,9 @@ from weight_testing import Maker, PlainStrategy, deliver, header_of, make_sender
 
 from coati.errors import ActorNotFound, PeerUnavailable, WeightUpdateError
 from coati.peers import LocalPeer, LocalPeers, Peer, remote_error
-from coati.weights import recipients
 from coati.weights import sender as sender_module
 from coati.weights.message import CardHandle, CardMemory, WeightMessage, checksum_of
-from coati.weights.recipients import UpdateCalls, _Maker
-from coati.weights.sender import MAX_CHUNKS_IN_FLIGHT
+from coati.weights.sender import MAX_CHUNKS_IN_FLIGHT, UpdateCalls, _Maker
 
 UPDATE = "update_experience_maker"
 
@@ -173,7 +171,7 @@ def test_a_bounded_number_of_chunks_is_in_flight(trained, monkeypatch):
         next(iter(calls)).set_result(None)
         return wait(calls, timeout, until)
 
-    monkeypatch.setattr(recipients, "wait", end_one)
+    monkeypatch.setattr(sender_module, "wait", end_one)
     peers = ThreadPeers()
     peers.add("a", None), peers.add("b", None)
     peers._lookup = WaitedPeer

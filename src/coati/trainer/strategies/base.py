@@ -92,8 +92,6 @@ class Strategy(Ranks, ABC):
         A `(model, optimizer)` pair is trained: its parameters start as rank 0's, and its gradients are shared. A lone
         model is for inference: it is moved to the device and left as it is.
         """
-        if not models_or_pairs:
-            raise ConfigError("prepare needs at least one model or (model, optimizer) pair, got none.")
         remedy = 'Use a smaller model or dtype, more of the GPU or, to train, the strategy "zero2" or "gemini".'
         with device_errors_explained(f"placing models on {self.device}", remedy):
             prepared = tuple(self._prepare_one(argument) for argument in models_or_pairs)

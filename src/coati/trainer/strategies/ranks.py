@@ -86,13 +86,6 @@ class Ranks:
         dist.all_gather(rows, mine)
         return torch.stack(rows).to(vector.device)
 
-    def from_rank0(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor, on this rank's device; all pass the same shape and dtype."""
-        staged = tensor.detach().to(self.device).contiguous()
-        if self.world_size > 1:
-            dist.broadcast(staged, src=0)
-        return staged
-
     def any_rank(self, is_so: bool) -> bool:
         """Whether it is so on some rank."""
         return bool(self.all_reduce_sum(torch.tensor(int(is_so))) > 0)

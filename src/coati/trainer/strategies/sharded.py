@@ -111,7 +111,9 @@ class ShardedStrategy(Strategy):
                         tensors[key] = made[tensor]
         for tensor in (*module.parameters(), *module.buffers()):
             if not isinstance(tensor, DTensor):
-                tensor.copy_(self.from_rank0(tensor))
+                staged = tensor.detach().to(self.device).contiguous()
+                dist.broadcast(staged, src=0)
+                tensor.copy_(staged)
 
 
 class LowLevelZeroStrategy(ShardedStrategy):
