@@ -77,7 +77,7 @@ def avoid_hub_without_network(config: RunSettings) -> None:
 def _model_problems(config: RunSettings) -> Iterator[str]:
     """Find what is wrong with the folders of models, as far as their files tell without being read whole."""
     for key, path in config.input_paths.items():
-        if key.endswith("prompts.path") or not looks_local(path):
+        if key.endswith(("prompts.path", "]")) or not looks_local(path):
             continue
         folder, needed = Path(path), "tokenizer_config.json" if key == "model.tokenizer" else "config.json"
         if not folder.is_dir():

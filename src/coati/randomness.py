@@ -1,12 +1,9 @@
 """Keyed randomness: a sample's draws depend on the run's seed and the sample's id, and on nothing else.
 
-Which maker made the sample, in which batch and after which other samples it was drawn cannot matter, so a
-run can be repeated, sharded differently or resumed and still write the same text from the same weights.
 Philox is a counter-based generator: its key *is* the (seed, id) pair, so no state has to be carried around.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -35,16 +32,6 @@ def _words(*numbers: int) -> np.ndarray:
 
 
 def keyed_uniforms(seed: int, sample_ids: Sequence[int], num_draws: int) -> np.ndarray:
-    """Uniform draws in [0, 1), one row for each sample id: [len(sample_ids), num_draws], float64.
-
-    Each row is `keyed_generator(seed, sample_id).random(num_draws)`. One generator is turned to the start of one key
-    after the other, which takes a fifth of the time of making one for each.
-    """
-    draws = np.empty((len(sample_ids), num_draws))
-    generator = keyed_generator(seed, 0)
-    start: Any = generator.bit_generator.state
-    for row, sample_id in zip(draws, sample_ids, strict=True):
-        start["state"]["key"] = _words(seed, sample_id)
-        generator.bit_generator.state = start
-        generator.random(out=row)
-    return draws
+    """Uniform draws in [0, 1), one row for each sample id: [len(sample_ids), num_draws], float64."""
+    rows = [keyed_generator(seed, sample_id).random(num_draws) for sample_id in sample_ids]
+    return np.array(rows).reshape(len(rows), num_draws)

@@ -72,8 +72,7 @@ def check_run_folder(config: RunSettings, *, overwrite: bool) -> None:
 def check_inputs_outside(config: RunSettings) -> None:
     """Raise ConfigError if the run reads something that lies in the folder that it replaces."""
     folder = config.output_folder
-    folders = {f"reward.search_paths[{index}]": path for index, path in enumerate(config.reward.search_paths)}
-    for key, value in (config.input_paths | folders).items():
+    for key, value in config.input_paths.items():
         if Path(value).exists() and Path(value).resolve().is_relative_to(folder.resolve()):
             raise ConfigError(
                 f"{key} {value!r} lies in run.output {str(folder)!r}, which the run replaces. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,26 +30,22 @@ from coati.config.sections import (
 )
 from coati.errors import ConfigError
 
+# Settings that name a file, a folder, or something on the hub.
+_SOURCE = re.compile(
+    r"(^|\.)(model\.(path|reference|tokenizer|critic)|prompts\.path|reward(\.terms\[\d+\])?\.model|search_paths\[\d+\])$"
+)
 
-def change_paths(sections: Mapping[str, Any], change: Callable[[str, str], str], *, prefix: str = "") -> None:
+
+def change_paths(table: Any, change: Callable[[str, str], str], *, inside: str = "") -> None:
     """Replace every path or hub name in a table of sections, sound or not, by `change(setting, path)`."""
-    keys = {"model": ("path", "reference", "tokenizer", "critic"), "prompts": ("path",), "reward": ("model",)}
-    tables: list[tuple[str, Any, tuple[str, ...]]] = [(name, sections.get(name), keys[name]) for name in keys]
-    tables += [(f"reward.terms[{index}]", term, ("model",)) for index, term in _tables(sections.get("reward"), "terms")]
-    for name, table, names in tables:
-        for key in names if isinstance(table, dict) else ():
-            path = table.get(key)
-            if isinstance(path, str) and path and (key, path) != ("critic", "actor"):
-                table[key] = change(f"{prefix}{name}.{key}", path)
-    for index, table in _tables(sections, "eval"):
-        change_paths(table, change, prefix=f"eval[{index}].")
-
-
-def _tables(table: Any, key: str) -> list[tuple[int, dict[str, Any]]]:
-    """The tables in a list of tables, with their numbers; none where something else came."""
-    found = table.get(key) if isinstance(table, Mapping) else None
-    listed = found if isinstance(found, list | tuple) else ()
-    return [(index, one) for index, one in enumerate(listed) if isinstance(one, dict)]
+    for key, value in list(table.items() if isinstance(table, dict) else enumerate(table)):
+        where = f"{inside}[{key}]" if isinstance(table, list) else f"{inside}.{key}".removeprefix(".")
+        if isinstance(value, tuple):
+            table[key] = value = list(value)
+        if isinstance(value, dict | list):
+            change_paths(value, change, inside=where)
+        elif isinstance(value, str) and value and _SOURCE.search(where) and (key, value) != ("critic", "actor"):
+            table[key] = change(where, value)
 
 
 class RunSettings(Section):
@@ -102,7 +99,7 @@ class RunSettings(Section):
 
     @property
     def input_paths(self) -> dict[str, str]:
-        """The models and prompts that the run reads, by setting: paths and hub names."""
+        """The models, prompts and folders of functions that the run reads, by setting: paths and hub names."""
         found: dict[str, str] = {}
         change_paths(self.model_dump(), lambda key, path: found.setdefault(key, path))
         return found
@@ -122,8 +119,7 @@ class RunSettings(Section):
         sections = self.model_dump()
         change_paths(sections, absolute)
         for table in (sections["reward"], *(one["reward"] for one in sections["eval"])):
-            places = (str(Path(path).resolve()) for path in (*table["search_paths"], Path.cwd()))
-            table["search_paths"] = list(dict.fromkeys(places))  # none twice
+            table["search_paths"] = list(dict.fromkeys([*table["search_paths"], str(Path.cwd())]))  # none twice
         return type(self).model_validate(sections)
 
     def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
@@ -211,17 +207,18 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunSettings
         return build_config({}, overrides)
     path = Path(path)
     data = _read_toml(path)
-    run = data.setdefault("run", {})
-    if isinstance(run, dict):
-        run.setdefault("name", path.stem)
-    _count_from(path.parent, data)
+    for section, key, value in (("run", "name", path.stem), ("reward", "search_paths", ["."])):
+        if isinstance(table := data.setdefault(section, {}), dict):
+            table.setdefault(key, value)
+    folder = path.parent
+    change_paths(data, lambda _, path: str(folder / path) if (folder / path).exists() else path)
     return build_config(data, overrides, source=str(path))
 
 
 def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "") -> RunSettings:
     """Turn a table of sections into checked settings; `source` is named in errors, the rest is as in `load_config`."""
     sections = copy.deepcopy(dict(data))
-    for _, table in _tables(sections, "eval"):
+    for table in _tables(sections.get("eval")):
         if "reward" in table and table["reward"] == sections.get("reward"):
             del table["reward"]  # it follows the run's
     for override in overrides:
@@ -229,7 +226,7 @@ def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, sour
     for name, field in RunSettings.model_fields.items():
         if field.is_required():
             sections.setdefault(name, {})  # so that the error names the settings that are missing
-    for _, table in _tables(sections, "eval"):
+    for table in _tables(sections.get("eval")):
         _inherit(table, sections)
     try:
         return RunSettings.model_validate(sections)
@@ -239,6 +236,11 @@ def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, sour
     noun = "setting is" if len(problems) == 1 else "settings are"
     lines = "\n".join(f"  {problem}" for problem in problems)
     raise ConfigError(f"{len(problems)} {noun} wrong{where}:\n{lines}")
+
+
+def _tables(listed: Any) -> list[dict[str, Any]]:
+    """The tables in a list of tables; none where something else came."""
+    return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
 
 
 def _inherit(table: dict[str, Any], sections: Mapping[str, Any]) -> None:
@@ -271,22 +273,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
             f"{path} is not valid TOML: {error}. Check that line: texts need quotes, tables look like [train], and "
             "nothing is set twice (algorithm = as well as [algorithm], for example)."
         ) from None
-
-
-def _count_from(folder: Path, data: dict[str, Any]) -> None:
-    """Have relative paths of a file count from its folder, where they exist there."""
-
-    def place(_key: str, path: str) -> str:
-        return str(folder / path) if (folder / path).exists() else path
-
-    change_paths(data, place)
-    if isinstance(reward := data.get("reward"), dict):
-        reward.setdefault("search_paths", ["."])
-    for table in (reward, *(one.get("reward") for _, one in _tables(data, "eval"))):
-        paths = table.get("search_paths") if isinstance(table, dict) else None
-        if isinstance(table, dict) and isinstance(paths, list) and all(isinstance(path, str) for path in paths):
-            # Absolute, because actors need not start in the driver's working directory.
-            table["search_paths"] = [str(Path(place("", path)).resolve()) for path in paths]
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

@@ -260,8 +260,10 @@ def test_paths_of_a_file_count_from_its_folder_first(tmp_path, monkeypatch):
     )
     assert config.prompts.path == "here"  # the command line counts from the working directory
     assert config.reward.terms[0].model == "runs/here"
-    assert config.reward.search_paths == (str(tmp_path / "runs"),)
-    assert config.with_absolute_paths().model.path == str(tmp_path / "runs" / "here")
+    assert config.reward.search_paths == ("runs",)
+    absolute = config.with_absolute_paths()
+    assert absolute.model.path == str(tmp_path / "runs" / "here")
+    assert absolute.reward.search_paths == (str(tmp_path / "runs"), str(tmp_path))
 
 
 @pytest.mark.parametrize(
