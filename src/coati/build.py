@@ -69,10 +69,7 @@ def make_strategy(config: RunSettings, role: Literal["trainer", "maker"]) -> Str
 
 
 def trainer_models(config: RunSettings, *, for_maker: bool = False) -> tuple[Actor, Critic | None]:
-    """Load what a trainer trains, or a maker serves of it; no critic where the algorithm needs none.
-
-    Seeded, so that every process that builds them gets the same weights.
-    """
+    """Load what a trainer trains, or a maker serves of it, seeded; no critic where the algorithm needs none."""
     dtype = torch.float32 if config.train.mixed_precision and not for_maker else _dtype(config)
     if ":" in config.algorithm.loss:  # the learner finds it by its name alone
         load_loss(config.algorithm.loss, tuple(config.reward_search_paths))
@@ -151,10 +148,7 @@ def load_tokenizer(config: RunSettings) -> Any:
 
 
 def check_inputs(config: RunSettings) -> PromptStream:
-    """Load prompts, tokenizer and the models' configs: a mistake in them is reported now, and not by an actor.
-
-    Returns the prompts.
-    """
+    """Load prompts, tokenizer and the models' configs, so that a mistake is reported now; returns the prompts."""
     if ":" in config.algorithm.loss:
         load_loss(config.algorithm.loss, tuple(config.reward_search_paths))
     prompts = make_prompts(config)

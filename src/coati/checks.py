@@ -1,7 +1,6 @@
-"""Checks before anything starts: are the model, the prompts and the reward really there?
+"""Checks before anything starts, without torch: are the model, the prompts and the reward really there?
 
-They need no torch, so a dry run makes them in an instant, unless the reward's own module takes longer to import. What
-only shows when models, tokenizer and prompts are loaded is left to the run, which loads them before it trains.
+What only shows when they are loaded is left to the run, which loads them before it trains.
 """
 
 from __future__ import annotations

@@ -4,31 +4,19 @@ from collections.abc import Iterable
 
 
 def counted(number: float, one: str, many: str = "") -> str:
-    """How many there are of something.
-
-    >>> counted(1, "maker"), counted(2000, "maker"), counted(0.5, "GPU")
-    ('1 maker', '2,000 makers', '0.5 GPUs')
-    """
+    """How many there are of something: "1 maker", "2,000 makers", "0.5 GPUs"."""
     amount = f"{number:,}" if isinstance(number, int) else f"{number:g}"
     return f"{amount} {one if number == 1 else many or one + 's'}"
 
 
 def listed(names: Iterable[str], *, most: int = 5) -> str:
-    """Names one after the other; of many only the first and the last.
-
-    >>> listed(["maker-1", "maker-2"]), listed([f"maker-{index}" for index in range(64)])
-    ('maker-1, maker-2', 'maker-0 … maker-63 (64)')
-    """
+    """Names one after the other; of many only the first and the last: "maker-0 … maker-63 (64)"."""
     all_names = list(names)
     return ", ".join(all_names) if len(all_names) <= most else f"{all_names[0]} … {all_names[-1]} ({len(all_names)})"
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration with the unit that suits its size.
-
-    >>> format_seconds(0.0123), format_seconds(12.3), format_seconds(754)
-    ('12.3 ms', '12.3 s', '12 min 34 s')
-    """
+    """Return a duration with the unit that suits its size: "12.3 ms", "12.3 s", "12 min 34 s"."""
     if seconds >= 60:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes:,} min {rest:02d} s"

@@ -1,10 +1,8 @@
 """The output folder of a run: whose it is, who may write there, when an earlier run is replaced, and how one continues.
 
-A run folder has the file `.coati-run`. Nothing is touched in a folder with other content and without that file. The
-process that runs holds a lock on it, which ends with the process.
-
-An earlier run stays as it is until a new one trains. Then the files that runs write are deleted, and no others. A run
-that is resumed has the settings in its folder; some may change. Light to import.
+A run folder has the file `.coati-run`, on which the process that runs holds a lock; in a folder with other content and
+without that file nothing is touched. An earlier run stays until a new one trains. Then the files that runs write are
+deleted, and no others. Light to import.
 """
 
 from __future__ import annotations

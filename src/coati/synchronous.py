@@ -21,8 +21,7 @@ from coati.build import Parts
 from coati.config import RunSettings
 from coati.experience import Experience
 from coati.experience_buffer.leased import LeasedBuffer
-from coati.monitor.progress import RunSnapshot
-from coati.monitor.run_log import RunLog
+from coati.monitor.run_log import RunLog, RunSnapshot
 from coati.peers import LocalPeers
 
 _TRAINER, _MAKER = "trainer-0", "maker-0"

@@ -9,7 +9,7 @@ from coati import entry
 from coati.cli.train import execute
 from coati.config import build_config
 from coati.errors import RunStopped
-from coati.monitor.progress import RunSnapshot
+from coati.monitor.run_log import RunSnapshot
 
 
 @pytest.fixture

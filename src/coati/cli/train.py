@@ -18,7 +18,7 @@ from coati.counting import counted
 from coati.entry import RunResult
 from coati.errors import RunStopped
 from coati.monitor.live import LiveView
-from coati.monitor.progress import RunSnapshot
+from coati.monitor.run_log import RunSnapshot
 from coati.run_folder import check_run_folder, choose_start
 
 EXIT_STOPPED = 130  # what shells use for "ended by SIGINT"

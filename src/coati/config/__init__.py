@@ -1,8 +1,4 @@
-"""The settings of a run: schema, loading, and the plan in plain words.
-
-Light on purpose: importing it pulls in neither torch, Ray, transformers nor datasets, so that `coati --help`
-and `coati train --dry-run` answer at once.
-"""
+"""The settings of a run. Imports neither torch, Ray, transformers nor datasets: `coati --help` answers at once."""
 
 from coati.config.algorithm import AlgorithmSettings as AlgorithmSettings
 from coati.config.evaluation import EvalSettings as EvalSettings

@@ -1,8 +1,7 @@
 """What is optimised: the tables of algorithms and of policy losses, and the section with their settings.
 
-All algorithms share one pipeline. A maker turns scores into advantages (and may leave out groups that teach nothing); a
-learner turns advantages and ratios into a loss, adds up tokens, and may keep the policy near the reference by a term of
-the loss. An algorithm is a choice for each of these; `loss` replaces the second.
+A maker turns scores into advantages; a learner turns advantages and ratios into a loss. An algorithm is a choice for
+both; `loss` replaces the second.
 """
 
 from __future__ import annotations
@@ -108,10 +107,6 @@ class AlgorithmSettings(Section, section="algorithm"):
 
     Settings that are left out have the algorithm's own defaults (docs/algorithms.md); those shown here are PPO's.
     `algorithm = "grpo"` at the top of a file, before any section, is short for `name`.
-
-    Example:
-        >>> AlgorithmSettings(name="grpo").kl_coef, AlgorithmSettings(name="grpo", kl_coef=0.0).uses_critic
-        (0.04, False)
     """
 
     name: AlgorithmName = setting("ppo", "How to learn from scores: PPO with a critic, or one of the others, without.")

@@ -1,9 +1,4 @@
-"""What a run will do, in plain words: prompts → samples → batches → optimizer steps, and where its files go.
-
-The numbers follow from how `fit(total_steps, update_steps, train_epochs)` counts. A step is one fresh batch on every
-trainer. An episode is `update_steps` fresh batches, each trained on `epochs` times, then one weight update to makers.
-What is left when `update_steps` does not divide `total_steps` is trained as one shorter episode.
-"""
+"""What a run will do, in plain words: prompts → samples → batches → optimizer steps, and where its files go."""
 
 from __future__ import annotations
 
@@ -23,14 +18,7 @@ _TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def plan_lines(config: RunSettings) -> list[str]:
-    """Return the plan, one sentence a line: what follows from the settings, not what they say themselves.
-
-    Example:
-        >>> from coati.config import load_config
-        >>> config = load_config(None, ["model.path=m", "prompts.path=p.jsonl", "reward.model=r"])
-        >>> print(plan_lines(config)[1])
-        Makers: 1 maker; a sample may be 1 weight version behind.
-    """
+    """Return the plan, one sentence a line: what follows from the settings, not what they say themselves."""
     return [*_size_lines(config), *_place_lines(config), *(_evaluation(one) for one in config.eval)]
 
 

@@ -81,8 +81,7 @@ class Section(BaseModel):
     def with_arguments(self, where: str, **arguments: tuple[str, Any, Any]) -> Self:
         """Put arguments of a signature into these settings: each a field, the value that came and its default.
 
-        An argument at its default does not change a field that was set here. Any other that differs from such a field
-        is a ConfigError, which calls the settings `where`.
+        One that is not its default, and differs from a field that was set here, is a ConfigError, which says `where`.
         """
         changes = {}
         for argument, (field, value, default) in arguments.items():
@@ -115,11 +114,7 @@ def describe(model: type[Section], error: ValidationError) -> list[str]:
 
 
 def spell(value: Any) -> str:
-    """Write one value as a TOML file does; Python's spelling where TOML has none.
-
-    >>> spell(True), spell([1, "x"]), spell(float("nan"))
-    ('true', '[1, "x"]', 'nan')
-    """
+    """Write one value as a TOML file does; Python's spelling where TOML has none (`nan`)."""
     return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
 
 

@@ -1,7 +1,4 @@
-"""The sections of a run's settings, but for `[algorithm]`.
-
-Rules between keys of one section live in that section; rules between sections live in `coati.config.run_settings`.
-"""
+"""The sections of a run's settings, but for `[algorithm]`, with the rules between keys of one section."""
 
 from __future__ import annotations
 

@@ -106,12 +106,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
     It puts `<bos>` in front of a text and never appends `<eos>`, so that a prompt stays open. A word carries the space
     before it, as in the tokenizers of large models; words that open sentences have a second id, without the space.
-
-    Example:
-        >>> tokenizer = build_tokenizer()
-        >>> ids = tokenizer("The film was good.").input_ids
-        >>> tokenizer.decode(ids, skip_special_tokens=True)
-        'the film was good .'
     """
     tokens = [PAD, BOS, EOS, UNK, *sorted(first_words()), *(f" {word}" for word in vocabulary())]
     ids = {token: index for index, token in enumerate(tokens)}

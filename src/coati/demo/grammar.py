@@ -1,11 +1,7 @@
 """A small grammar of film opinions: what the demo's base model learns.
 
-The sentences are lower-case English of one or two clauses, such as `i thought the plot was slow but the cast
-was superb .`. Praise, blame and neutral words are balanced so that the mean sentiment sits a little above
-zero: a policy trained towards praise has far to go. There are enough words of praise that it can get there
-without repeating itself.
-
-No rule is recursive, so every sentence is short.
+The sentences are lower-case English of one or two clauses, such as `i thought the plot was slow but the cast was superb
+.`. The mean sentiment is a little above zero, so a policy that is trained towards praise has far to go.
 """
 
 import random

@@ -10,13 +10,7 @@ from coati.errors import ConfigError
 def film_sentiment(completions: Sequence[str], prompts: Sequence[str], **_: object) -> list[float]:
     """Score each prompt with its completion, read as one sentence, from -1 (hostile) to 1 (delighted).
 
-    The whole sentence is scored because words work across the seam: after the prompt `the film was not`, the
-    completion `bad .` is praise. Further columns of the data are ignored.
-
-    Example:
-        >>> good, bad = film_sentiment(["was wonderful .", "was awful ."], ["the film", "the film"])
-        >>> good > 0 > bad
-        True
+    Words work across the seam: after the prompt `the film was not`, the completion `bad .` is praise.
     """
     analyzer = sentiment_analyzer()
     sentences = (f"{prompt} {completion}" for prompt, completion in zip(prompts, completions, strict=True))

@@ -7,7 +7,7 @@ from coati.monitor.metrics import Min as Min
 from coati.monitor.metrics import Sum as Sum
 from coati.monitor.metrics import load_metrics as load_metrics
 from coati.monitor.metrics import read_jsonl as read_jsonl
-from coati.monitor.progress import RunSnapshot as RunSnapshot
 from coati.monitor.run_log import RunLog as RunLog
+from coati.monitor.run_log import RunSnapshot as RunSnapshot
 from coati.monitor.timeline import Timeline as Timeline
 from coati.monitor.trackers import Tracker as Tracker

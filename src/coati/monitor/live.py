@@ -1,5 +1,6 @@
 """Progress on a console: numbers and a bar kept up to date in a terminal, a line now and then elsewhere."""
 
+import datetime
 import logging
 import sys
 import time
@@ -11,7 +12,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from coati.monitor.progress import RunSnapshot, plain_line
+from coati.counting import counted
+from coati.monitor.run_log import RunSnapshot
 
 _PLAIN_EVERY_SECONDS = 3.0
 
@@ -63,3 +65,39 @@ def _log_to_stderr() -> None:
     for handler in logging.getLogger().handlers:
         if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)
+
+
+def plain_line(snapshot: RunSnapshot) -> str:
+    """Return the snapshot as one line, as far as its numbers are known.
+
+    >>> plain_line(RunSnapshot(step=30, total_steps=60, version=29, reward=0.5, seconds_per_step=0.4))
+    'step 30/60 (50%), reward 0.500, version 29, 0:00:00 elapsed, 0:00:12 left'
+    """
+    message, step, total = " ".join(snapshot.message.split()), snapshot.step, snapshot.total_steps
+    times = [f"{_clock(snapshot.startup + snapshot.elapsed)} elapsed"]
+    if snapshot.seconds_left is not None:
+        times.append(f"{_clock(snapshot.seconds_left)} left")
+    if message and step == 0:
+        return ", ".join([message, *times])
+    # Rounded down: 100% is for a run that is done.
+    facts = [f"step {step}/{total} ({min(100 * step // total, 100)}%)" if total > 0 else f"step {step}"]
+    if snapshot.reward is not None:
+        facts.append(f"reward {snapshot.reward:.3f}")
+    if snapshot.kl is not None:
+        facts.append(f"KL {snapshot.kl:.2f}")
+    facts.append(f"version {snapshot.version}")
+    if snapshot.evaluation:
+        facts.append(snapshot.evaluation)
+    if snapshot.buffer_batches is not None:
+        facts.append(f"buffer {snapshot.buffer_batches}")
+    if snapshot.num_made and snapshot.samples_per_second is not None:
+        digits = 0 if snapshot.samples_per_second >= 10 else 1
+        rate = f"{snapshot.samples_per_second:,.{digits}f}/s"
+        facts.append(f"{counted(snapshot.num_trained, 'sample')} trained, {snapshot.num_made:,} made ({rate})")
+    if snapshot.restarts:
+        facts.append(counted(snapshot.restarts, "restart"))
+    return ", ".join([*facts, *times]) + (f" - {message}" if message else "")
+
+
+def _clock(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))

@@ -26,11 +26,6 @@ class RecordLog(Generic[T]):
     """A bounded log read by cursor, so that a fetch that was lost can be repeated.
 
     Who asks for what came after a cursor has the records before it; all but the newest of those are forgotten.
-
-    >>> log = RecordLog()
-    >>> log.append({"step": 1})
-    >>> log.since(0)
-    RecordPage(records=[{'step': 1}], cursor=1)
     """
 
     def __init__(self, capacity: int = 10_000) -> None:

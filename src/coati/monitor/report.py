@@ -1,7 +1,4 @@
-"""What a run left in its folder, for people: the few facts, the course of its metrics, samples, where the time went.
-
-The folder may be that of a run that is still writing.
-"""
+"""What a run left in its folder, finished or not: the few facts, the course of its metrics, samples, times."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from coati.monitor.metrics import Metric, append_jsonl, cut_jsonl, merge_metrics, values_of
-from coati.monitor.progress import RunSnapshot
 from coati.monitor.timeline import Span
 
 logger = logging.getLogger(__name__)
@@ -21,14 +21,56 @@ _MAX_ROWS_HELD: Final = 64
 _MAX_QUARANTINED: Final = 1000
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunSnapshot:
+    """A run at one moment, for the person in front of it. What is not known yet is None."""
+
+    step: int
+    """Training steps done."""
+    total_steps: int
+    """Training steps planned; 0 if there is no plan."""
+    version: int
+    """Version of the policy's weights."""
+    reward: float | None = None
+    """Mean reward of the newest samples."""
+    kl: float | None = None
+    """KL to the initial model, in nats per sample."""
+    buffer_batches: int | None = None
+    """Batches waiting in the replay buffer."""
+    num_made: int = 0
+    """Samples that makers have made."""
+    num_trained: int = 0
+    """Samples that were trained on; the later epochs of a version count as a part of them."""
+    samples_per_second: float | None = None
+    """Made in the last minute."""
+    seconds_per_step: float | None = None
+    """In the last minute, or since training began if no step ended in it; None before the first step."""
+    elapsed: float = 0.0
+    """Seconds since training began."""
+    startup: float = 0.0
+    """Seconds before that."""
+    message: str = ""
+    """What the run is doing, if the numbers do not show it."""
+    restarts: int = 0
+    """How often makers and trainers that died were started again."""
+
+    evaluation: str = ""
+    """What the last evaluation found."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time to the end at the latest pace; None before the first step, after the last, without a plan."""
+        if self.seconds_per_step is None or self.step >= self.total_steps:
+            return None
+        return self.seconds_per_step * (self.total_steps - self.step)
+
+
 class RunLog:
     """Takes the records of makers and trainers, writes them to the run's folder, and keeps what the live view shows.
 
     `metrics.jsonl` has one row per training step. Numbers of a weight version (what makers report of the samples it
     wrote, what the update to the next version took) stand in the row of its last step, which is written when makers
-    have moved on to a later version. Numbers of evaluations stand in the first row that is written after they came, and
-    each evaluation has a line in `evaluations.jsonl`. `samples.jsonl` has samples as text, `spans.jsonl` at most
-    `max_spans` spans, `quarantine.jsonl` the first 1,000 samples on which a reward failed.
+    have moved on to a later version; those of evaluations in the first row that is written after they came.
     Without a folder nothing is written.
     """
 

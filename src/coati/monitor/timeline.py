@@ -1,11 +1,8 @@
 """The one account of an actor's time: spans with a start and an end, and sums for its metrics.
 
-Each actor keeps one `Timeline` and puts `span` around whatever it does or waits for. Everything that speaks of time
-reads from it: metrics (`take`), performance summaries (`read`), and `coati report`, for which the driver fetches the
-spans while the run continues and writes them to `spans.jsonl`. So pictures and numbers agree.
-
-Times are seconds since the epoch, read once per process and continued by a monotonic clock: actors of one host share
-that clock, and actors of several hosts agree as well as the hosts' clocks do.
+Everything that speaks of time reads from it: metrics (`take`), performance summaries (`read`), and `coati report`, for
+which the driver writes the spans to `spans.jsonl`. Times are seconds since the epoch, read once per process and
+continued by a monotonic clock: actors of several hosts agree as well as the hosts' clocks do.
 """
 
 from __future__ import annotations
@@ -29,11 +26,7 @@ ACTIVITIES: Final = (
 
 
 def label_of(what: str) -> str:
-    """Return what reports call an activity.
-
-    >>> label_of("wait_data")
-    'wait for data'
-    """
+    """Return what reports call an activity, such as "wait for data"."""
     return what.replace("wait_", "wait for ").replace("_", " ")
 
 

@@ -137,11 +137,7 @@ class PromptStream:
         return _Prompt(row, text, array("q", ids), self._skip_reason(len(ids)))
 
     def _tokenize(self, text: str, *, is_chat: bool) -> list[int]:
-        """Return the token ids of a rendered prompt.
-
-        A plain text gets the tokenizer's own special tokens, but no end token; chat templates write special tokens
-        themselves.
-        """
+        """Return token ids; a plain text gets the tokenizer's special tokens, but no end token. A chat has its own."""
         ids = list(self._tokenizer(text, add_special_tokens=not is_chat, verbose=False)["input_ids"])  # any length
         end = self._tokenizer.eos_token_id
         if not is_chat and ids and ids[-1] == end:

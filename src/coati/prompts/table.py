@@ -1,7 +1,4 @@
-"""A table of prompts, read from a file or a dataset and checked row by row.
-
-JSONL is read here and needs no further package; everything else is read by `datasets`, which comes with `coati[data]`.
-"""
+"""A table of prompts: JSONL is read here, everything else by `datasets`, which comes with `coati[data]`."""
 
 from __future__ import annotations
 
@@ -25,13 +22,7 @@ FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTable:
-    """Rows of a dataset, one of whose columns holds the prompts. Raises DataError if a row has no usable one.
-
-    Example:
-        >>> table = PromptTable(rows=[{"prompt": "the film", "topic": "film"}], source="here")
-        >>> len(table), table.other_columns, table.where(0)
-        (1, ['topic'], 'here, row 0')
-    """
+    """Rows of a dataset, one of whose columns holds the prompts. Raises DataError if a row has no usable one."""
 
     rows: Sequence[Row]
     column: str = "prompt"
@@ -74,10 +65,6 @@ def looks_local(path: str) -> bool:
 
     A hub name has at most one slash (`owner/name`). Anything that exists, starts like a path, ends like a prompt file,
     has more slashes, or lies in a folder that exists is local.
-
-    Example:
-        >>> looks_local("./model"), looks_local("runs/demo/model"), looks_local("owner/name-on-the-hub")
-        (True, True, False)
     """
     if path.startswith(("/", ".", "~")) or path.endswith(FILE_SUFFIXES) or path.count("/") > 1 or Path(path).exists():
         return True
@@ -108,9 +95,6 @@ def load_prompts(
 
     A single file is one split, whatever `split` says, except for a .json file that holds several by name. `subset` is
     the configuration of a hub dataset. `limit` reads only the first rows of a JSONL file.
-
-    Raises:
-        DataError: when there is nothing to read, or a row has no usable prompt.
     """
     check_source(str(path))
     file = Path(path)

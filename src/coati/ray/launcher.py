@@ -20,8 +20,7 @@ from coati.build import Parts
 from coati.config import RunSettings
 from coati.counting import listed
 from coati.errors import DeadlineExceeded, RunStopped
-from coati.monitor.progress import RunSnapshot
-from coati.monitor.run_log import RunLog
+from coati.monitor.run_log import RunLog, RunSnapshot
 from coati.ray.actor_factory import ActorFactory
 from coati.ray.cluster import HeadWatch, connected
 from coati.ray.supervisor import Supervisor

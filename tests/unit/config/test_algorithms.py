@@ -1,19 +1,14 @@
 """The table of algorithms: what the papers say, and what settings make of it."""
 
-import doctest
 from typing import get_args
 
 import pytest
 
-from coati.config import AlgorithmSettings, algorithm
+from coati.config import AlgorithmSettings
 from coati.config.algorithm import ALGORITHMS, LOSSES, AlgorithmName
 from coati.errors import ConfigError
 
 EACH = {name: AlgorithmSettings(name=name) for name in ALGORITHMS}
-
-
-def test_examples():
-    assert doctest.testmod(algorithm).failed == 0
 
 
 def test_settings_know_every_algorithm_and_ppo_is_the_default():

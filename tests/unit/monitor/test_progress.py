@@ -1,6 +1,7 @@
 """What a person sees of a run."""
 
-from coati.monitor.progress import RunSnapshot, plain_line
+from coati.monitor.live import plain_line
+from coati.monitor.run_log import RunSnapshot
 
 
 def halfway(**changes) -> RunSnapshot:
