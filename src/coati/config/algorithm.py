@@ -95,8 +95,9 @@ ALGORITHMS: Mapping[AlgorithmName, AlgorithmRow] = MappingProxyType(
         "vapo": AlgorithmRow(
             "gae", {"adaptive_lam": 0.05, "critic_lam": 1.0, "nll_coef": 0.1, "eps_clip_high": 0.28, "kl_coef": 0.0}
         ),
-        # Each token's own KL to the reference, which is the teacher, and nothing that comes after it.
-        "distill": AlgorithmRow("returns", {"gamma": 0.0, "kl_coef": 1.0, "whiten_advantages": False}),
+        # Each token's own KL to the reference, which is the teacher, and nothing that comes after it. Whitened:
+        # a far teacher would make every token that was sampled less likely.
+        "distill": AlgorithmRow("returns", {"gamma": 0.0, "kl_coef": 1.0}),
     }
 )
 """Every algorithm by the name that `algorithm.name` calls it."""

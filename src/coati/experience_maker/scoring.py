@@ -154,7 +154,9 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
         raise AllSamplesDropped(f"{message}, so none is left. {remedy}")
     num_lost = int((~is_good).sum())
     others = f", and with them their groups: {counted(num_lost, 'sample')}" if num_lost > int(is_bad.sum()) else ""
-    logger.warning("%s; dropped%s", message, others)
+    logger.warning(
+        "%s; dropped%s%s", message, others, ". A reward of 0.0 would keep them" if "no score" in message else ""
+    )
     return batch.keep(is_good)
 
 

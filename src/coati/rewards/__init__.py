@@ -1,11 +1,11 @@
 """Rewards, from the function or model that the settings name to one score per sample.
 
     config.reward ──► build_reward ──► FunctionReward ── call_function ──► yours, or one of library/
-                            │                 └── RewardProcess ── pipe ──► worker ── call_function ──► the same
+                            │                 └── RewardProcess ── pipe ──► child ── call_function ──► the same
                             ├──────► ModelReward, WeightedSum
     samples ──► RewardScorer ──► RewardRequest ──► a Reward ──► PendingScores
 
-Names are loaded when they are first used: `calling`, `worker` and `library` need no torch, and child processes and
+Names are loaded when they are first used: `calling`, `process` and `library` need no torch, and child processes and
 checks before a run import only these.
 """
 

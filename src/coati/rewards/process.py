@@ -1,29 +1,46 @@
-"""A reward function in a child process: killed with all that it has started when it takes too long, then restarted."""
+"""A reward function in a child process: killed with all that it has started when it takes too long, then restarted.
+
+The child is two processes. The guard forks the worker, which imports the function and calls it, and waits until the
+worker has ended, or the maker is gone or says so (SIGTERM). Then it kills everything that the worker has started:
+
+    maker ── requests (pickle) ──► worker ◄── forks, kills ── guard
+          ◄── answers (JSON) ─────
+
+Answers are JSON because the maker must not unpickle what a function wrote. Functions are called on the worker's main
+thread, where signals can end what takes too long.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import logging
 import os
 import pickle
+import resource
+import select
 import signal
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
 from coati.background import run_in_background
-from coati.config.reward import RewardSettings
 from coati.errors import ConfigError
-from coati.rewards.calling import CallFailed, Verdict
-from coati.rewards.worker import WorkerOrder
+from coati.rewards.calling import CallFailed, Verdict, call_function, load_reward_function, raised
+
+if TYPE_CHECKING:
+    from coati.config.reward import RewardSettings
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +48,15 @@ logger = logging.getLogger(__name__)
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from coati.rewards.worker import main
-main(int(sys.argv[2]))"""
+from coati.rewards.process import main_of_child
+main_of_child(int(sys.argv[2]))"""
 _START_SECONDS = 120.0
 _END_SECONDS = 5.0
 _ANSWER_BYTES = 1 << 20  # besides those of the verdicts
 _VERDICT_BYTES = 1 << 16
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_KILL_SECONDS = 4.0
 
 
 class _Answer(BaseModel, strict=True):
@@ -48,7 +68,7 @@ class _Answer(BaseModel, strict=True):
 
 
 class RewardProcess:
-    """A reward function in a child process (`coati.rewards.worker`), started when it is made and kept.
+    """A reward function in a child process, started when it is made and kept.
 
     `function` is a name, with its `options`, or one of the top level of a module. ConfigError if the child cannot
     import it.
@@ -63,13 +83,8 @@ class RewardProcess:
         search_paths: Sequence[Path] = (),
     ) -> None:
         self._label = function if isinstance(function, str) else _importable_name(function)
-        self._order = WorkerOrder(
-            self._label,
-            dict(options or {}),
-            tuple(Path(path).resolve() for path in search_paths),
-            memory_bytes=settings.memory_mib << 20,
-            network=settings.network,
-        )
+        paths = [Path(path).resolve() for path in search_paths]
+        self._order = (self._label, dict(options or {}), paths, settings.memory_mib << 20, settings.network)
         self._variables = (*_ENVIRONMENT, *settings.environment)
         self._process: subprocess.Popen[bytes] | None = None
         self._num_calls = 0
@@ -100,7 +115,7 @@ class RewardProcess:
             start_new_session=True,
         )
         theirs.close()
-        hello = run_in_background(lambda: self._exchange(tuple(self._order), _ANSWER_BYTES), name="reward-start")
+        hello = run_in_background(lambda: self._exchange(self._order, _ANSWER_BYTES), name="reward-start")
         try:
             answer = hello.result(_START_SECONDS)
         except FutureTimeout:
@@ -178,3 +193,104 @@ def _description(code: int) -> str:
         return f"ended its process with exit code {code}"
     name = signal.Signals(number).name
     return f"was killed by {name}{' (out of memory?)' if number == signal.SIGKILL else ''}"
+
+
+def main_of_child(fd: int) -> None:
+    """Fork the worker, which reads its order from the socket `fd`, and guard it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the worker become children of the guard
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    status = 0
+    try:
+        worker = os.fork()
+        if worker == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            try:
+                _serve(Connection(fd), libc)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        poll = select.poll()
+        poll.register(os.pidfd_open(worker), select.POLLIN)
+        poll.register(fd, 0)  # tells only that the maker has closed it, or is gone
+        poll.poll()
+        if (ended := os.waitpid(worker, os.WNOHANG))[0]:
+            status = ended[1]
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _kill_descendants()
+        code = os.waitstatus_to_exitcode(status)
+        os._exit(code if code >= 0 else 128 - code)  # as shells tell of a signal
+
+
+def _kill_descendants() -> None:
+    deadline = time.monotonic() + _KILL_SECONDS
+    while (pids := _descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.001)
+
+
+def _descendants(pid: int) -> list[int]:
+    parents = {}
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            fields = Path("/proc", entry, "stat").read_text(errors="replace").rpartition(")")[2].split()
+            parents[int(entry)] = int(fields[1])
+    found = [pid]
+    for one in found:  # grows meanwhile
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
+
+
+def _serve(maker: Connection[Any, Any], libc: ctypes.CDLL) -> None:
+    """Load the function, and answer requests; ends with the maker's end of the socket."""
+    own_pid = os.getpid()
+
+    def answer(**fields: Any) -> None:
+        if os.getpid() != own_pid:  # a function forked, and its copy came back here too
+            os._exit(0)
+        maker.send_bytes(json.dumps(fields).encode())
+
+    name, options, search_paths, memory_bytes, network = pickle.loads(maker.recv_bytes())
+    has_network = network or not _leave_network(libc)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # if the guard is killed
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if memory_bytes and (hard == resource.RLIM_INFINITY or memory_bytes < hard):
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    try:
+        function = load_reward_function(name, search_paths, options)
+    except BaseException as error:
+        answer(error=str(error) if isinstance(error, ConfigError) else raised(error))
+        return
+    answer(has_network=has_network)
+    with contextlib.suppress(EOFError):
+        while True:
+            number, arguments, expected = pickle.loads(maker.recv_bytes())
+            try:
+                answer(number=number, verdicts=call_function(function, arguments, expected))
+            except CallFailed as fault:
+                answer(number=number, error=fault.what, remedy=fault.remedy)
+            except BaseException as error:  # SystemExit too
+                traceback.clear_frames(error.__traceback__)  # they may hold all the memory there is
+                answer(number=number, error=raised(error))
+
+
+def _leave_network(libc: ctypes.CDLL) -> bool:
+    """Leave the machine's network for an empty one; False where the kernel does not permit it."""
+    uid, gid = os.getuid(), os.getgid()
+    if libc.unshare(_CLONE_NEWNET) == 0:
+        return True
+    if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
+        return False
+    with contextlib.suppress(OSError):  # then it has no user name; files are still its user's
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    return True

@@ -29,7 +29,7 @@ def test_which_needs_what():
     assert [name for name, each in EACH.items() if each.dynamic_sampling] == ["dapo"]
     assert [name for name, each in EACH.items() if each.loss_row.ratio == "sequence"] == ["gspo"]
     assert [name for name, each in EACH.items() if each.normalization == "constant"] == ["dr_grpo"]
-    whitening = ["ppo", "reinforce++", "reinforce++_baseline", "vapo"]
+    whitening = ["ppo", "reinforce++", "reinforce++_baseline", "vapo", "distill"]
     assert [name for name, each in EACH.items() if each.whiten_advantages] == whitening
     assert (EACH["dapo"].eps_clip, EACH["dapo"].eps_clip_high) == (0.2, 0.28)
 

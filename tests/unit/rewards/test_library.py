@@ -175,6 +175,8 @@ def test_math_is_compared_as_mathematics(built):
         ("first 3, no: \\boxed{4}", 4, 1.0),
         ("\\boxed{5}", "4", 0.0),
         ("I do not know", "4", 0.0),
+        ("$x^2 + 2x + 1$", "(x+1)^2", 1.0),  # an answer without the marks of LaTeX
+        ("\\boxed{[0,1)}", "[0,1)", 1.0),
         ("", "4", 0.0),
     ]
     texts, answers, expected = map(list, zip(*cases, strict=True))
@@ -189,6 +191,8 @@ def test_an_answer_that_is_no_mathematics_is_a_failure_and_not_a_wrong_completio
     values, found = told(built("math-verify", **PATIENT), ["\\boxed{1}", "\\boxed{1}"], answer=["", "1"])
     assert values[1] == 1.0
     assert "cannot read the answer ''" in found.failures[0]
+    _, found = told(built("math-verify", **PATIENT), ["yes"], answer=["yes"])
+    assert "cannot read the answer 'yes'" in found.failures[0]
 
 
 def test_no_memory_is_a_failure_even_if_the_package_takes_it_for_a_wrong_answer():

@@ -316,7 +316,7 @@ def test_empty_and_hostile_texts_reach_a_judge_as_they_are(serve):
         ("http", {"url": "ftp://host"}, "http:// or https://"),
         ("http", {"url": f"http://me:{SECRET}@host"}, "without a user or password"),
         ("http", {"url": "http://host", "api_key_env": "NO_SUCH_KEY"}, "'NO_SUCH_KEY', which is not set"),
-        ("http", {"url": "http://host", "concurrency": 0}, "concurrency, request_seconds above 0"),
+        ("http", {"url": "http://host", "concurrency": 0}, "concurrency and request_seconds > 0"),
         ("http", {"url": "http://host", "api_key": SECRET}, "unexpected keyword argument 'api_key'"),
         ("judge", {"url": "http://host"}, "missing a required argument: 'model'"),
         ("judge", {"url": "http://host", "model": "m", "low": 5, "high": 5}, "low < high"),

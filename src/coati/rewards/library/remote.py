@@ -13,7 +13,6 @@ import os
 import random
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from typing import Any
@@ -55,7 +54,9 @@ class NoAnswer(Exception):
 class Endpoint:
     """A URL that JSON is posted to, and the environment variable that holds its key."""
 
-    def __init__(self, url: str, api_key_env: str, request_seconds: float) -> None:
+    def __init__(self, url: str, api_key_env: str, concurrency: int, request_seconds: float) -> None:
+        require("http, judge or teacher", min(concurrency, request_seconds) > 0, "concurrency and request_seconds > 0")
+        self._concurrency = concurrency
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
             raise ConfigError(
@@ -114,6 +115,29 @@ class Endpoint:
             request.headers["Authorization"] = f"Bearer {self._key}"
         return request
 
+    def in_parallel(
+        self, ask: Callable[[slice, float], list[Verdict]], size: int, timeout_seconds: float, batch_size: int = 1
+    ) -> list[Verdict]:
+        """Ask for all rows, a batch at a time, with so many requests under way; raise what is no NoAnswer."""
+        until = time.monotonic() + _USABLE * timeout_seconds
+        verdicts = [Verdict(error="had no answer in time")] * size
+        waiting = iter([slice(start, min(start + batch_size, size)) for start in range(0, size, batch_size)])
+
+        def work() -> None:
+            for rows in waiting:  # an iterator of a list gives each once, to whichever thread asks
+                if time.monotonic() >= until:
+                    return
+                try:
+                    verdicts[rows] = ask(rows, until)
+                except NoAnswer as error:
+                    verdicts[rows] = [Verdict(error=str(error))] * (rows.stop - rows.start)
+
+        workers = [run_in_background(work, name="reward-request") for _ in range(min(self._concurrency, size))]
+        done, _ = wait(workers, timeout=timeout_seconds * (1 + _USABLE) / 2)
+        for worker in done:
+            worker.result()
+        return list(verdicts)
+
 
 def http(
     *, url: str, api_key_env: str = "", batch_size: int = 16, concurrency: int = 4, request_seconds: float = 30.0
@@ -123,10 +147,8 @@ def http(
     It answers `{"scores": […]}` with what a reward function may return, as JSON: numbers, null, or tables with `score`
     or `error`.
     """
-    endpoint = Endpoint(url, api_key_env, request_seconds)
-    require(
-        "http", min(batch_size, concurrency, request_seconds) > 0, "batch_size, concurrency, request_seconds above 0"
-    )
+    endpoint = Endpoint(url, api_key_env, concurrency, request_seconds)
+    require("http", batch_size > 0, "batch_size > 0")
 
     def score(
         prompts: list[str], completions: list[str], timeout_seconds: float, **columns: list[Any]
@@ -143,7 +165,7 @@ def http(
             except CallFailed as error:
                 raise NoAnswer(f"had a wrong answer: the server {error.what}") from None
 
-        return _in_parallel(ask, len(completions), batch_size, concurrency, timeout_seconds)
+        return endpoint.in_parallel(ask, len(completions), timeout_seconds, batch_size)
 
     return score
 
@@ -165,10 +187,8 @@ def judge(
     `url` is that of an OpenAI-compatible server, up to /v1. `prompt` may name {prompt}, {completion}, {low}, {high} and
     columns, and asks for "score: number"; the last one in the answer counts. `body` has further fields of the request.
     """
-    endpoint = Endpoint(f"{url.rstrip('/')}/chat/completions", api_key_env, request_seconds)
-    require(
-        "judge", min(concurrency, request_seconds) > 0 and low < high, "concurrency, request_seconds > 0; low < high"
-    )
+    endpoint = Endpoint(f"{url.rstrip('/')}/chat/completions", api_key_env, concurrency, request_seconds)
+    require("judge", low < high, "low < high")
     request = {"model": model, "max_tokens": 512, "temperature": 0.0, **(body or {})}
 
     def score(
@@ -193,7 +213,7 @@ def judge(
                 raise NoAnswer(f"had an answer without a score from {low:g} to {high:g}: {said[-80:]}")
             return [Verdict((rating - low) / (high - low), {"answer": said[-500:]})]
 
-        return _in_parallel(ask, len(completions), 1, concurrency, timeout_seconds)
+        return endpoint.in_parallel(ask, len(completions), timeout_seconds)
 
     return score
 
@@ -211,8 +231,7 @@ def teacher(
 
     `url` is that of an OpenAI-compatible server, up to /v1, which returns log-probs of a prompt (`echo`), as vLLM does.
     """
-    endpoint = Endpoint(f"{url.rstrip('/')}/completions", api_key_env, request_seconds)
-    require("teacher", min(concurrency, request_seconds) > 0, "concurrency, request_seconds above 0")
+    endpoint = Endpoint(f"{url.rstrip('/')}/completions", api_key_env, concurrency, request_seconds)
     request = {"model": model, "max_tokens": 0, "echo": True, "logprobs": 1, **(body or {})}
 
     def score(prompts: list[str], completions: list[str], timeout_seconds: float) -> list[Verdict]:
@@ -232,32 +251,6 @@ def teacher(
             except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError):
                 raise NoAnswer(f"had an answer without log-probs of the prompt: {excerpt(str(answer))}") from None
 
-        return _in_parallel(ask, len(completions), 1, concurrency, timeout_seconds)
+        return endpoint.in_parallel(ask, len(completions), timeout_seconds)
 
     return score
-
-
-def _in_parallel(
-    ask: Callable[[slice, float], list[Verdict]], size: int, batch_size: int, concurrency: int, timeout_seconds: float
-) -> list[Verdict]:
-    """Ask for all rows, a batch at a time, with so many requests under way; raise what is no NoAnswer."""
-    until = time.monotonic() + _USABLE * timeout_seconds
-    verdicts = [Verdict(error="had no answer in time")] * size
-    waiting = deque(slice(start, min(start + batch_size, size)) for start in range(0, size, batch_size))
-
-    def work() -> None:
-        while waiting and time.monotonic() < until:
-            try:
-                rows = waiting.popleft()
-            except IndexError:  # another worker took it
-                return
-            try:
-                verdicts[rows] = ask(rows, until)
-            except NoAnswer as error:
-                verdicts[rows] = [Verdict(error=str(error))] * (rows.stop - rows.start)
-
-    workers = [run_in_background(work, name="reward-request") for _ in range(min(concurrency, len(waiting)))]
-    done, _ = wait(workers, timeout=timeout_seconds * (1 + _USABLE) / 2)
-    for worker in done:
-        worker.result()
-    return list(verdicts)

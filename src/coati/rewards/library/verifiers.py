@@ -38,7 +38,10 @@ def math_verify(*, seconds: float = 5.0) -> Callable[..., list[Verdict]]:
         gold = str(answer)
         if "\\" in gold and not any(mark in gold for mark in ("$", "\\boxed", "\\(", "\\[")):
             gold = f"${gold}$"  # LaTeX is looked for only in an environment
-        if not (expected := package.parse(gold, parsing_timeout=None)):
+        expected = package.parse(gold, parsing_timeout=None)
+        if not expected and any(map(str.isdigit, gold)):  # (x+1)^2 or [0, 1), and not a word
+            expected = package.parse(f"${gold}$", parsing_timeout=None)
+        if not expected:
             return Verdict(error=f"cannot read the answer {excerpt(gold)!r} as mathematics")
         found = package.parse(completion, parsing_timeout=None)
         is_right = bool(found) and package.verify(expected, found, timeout_seconds=None)
