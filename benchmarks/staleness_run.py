@@ -20,7 +20,6 @@ from coati.cli.train import quiet_libraries
 from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.experience_buffer import BufferItem, make_experience_batch, split_experience_batch
-from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker import Experience
 from coati.experience_maker.base import PromptBatch
 from coati.ledger import age_metrics
@@ -177,8 +176,7 @@ class StaleRun(SynchronousRun):
     def __init__(self, config: RunSettings, schedule: Schedule) -> None:
         self._schedule, self._ages = schedule, schedule.ages
         rules = build.ledger_rules(config)
-        buffer = LeasedBuffer(rules, config.train.batch_size)  # which gives the rules alone
-        super().__init__(config, RunLog(None, total_steps=0), buffer=buffer)
+        super().__init__(config, RunLog(None, total_steps=0), rules=rules)
         self._group_size = rules.group_size
         maker, rollout, num_versions = self.maker.pipeline.maker, config.rollout, config.topology.max_staleness + 1
         maker.engine = NativeEngine(

@@ -24,7 +24,6 @@ from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import CheckpointError, ConfigError, ReplayDiffers
 from coati.experience import BufferItem, Experience
-from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker.base import PromptBatch
 from coati.ledger.audit import account_of
 from coati.ledger.journal import JournalContent, read_journals
@@ -65,8 +64,7 @@ class ReplayedRun(SynchronousRun):
         self._holders: dict[int, str] = {}  # makers, by the number of a group
         self._made: dict[int, list[BufferItem]] = {}  # by the number of their group
         self._picked: deque[BufferItem] = deque()  # in no batch
-        buffer = LeasedBuffer(journal.rules, config.train.batch_size)
-        super().__init__(config, RunLog(None, total_steps=0), parts=parts, buffer=buffer)
+        super().__init__(config, RunLog(None, total_steps=0), parts=parts, rules=journal.rules)
         self._max_staleness = -1  # of a journal that was changed, the weights tell
         self._prompt_stream = build.make_prompts(config)
         maker: Any = self.maker.pipeline.maker

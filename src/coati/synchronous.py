@@ -4,6 +4,7 @@ It has the trainer and the maker that Ray actors are made of, one after the othe
 asynchronous run is held against, and where a debugger works.
 """
 
+import dataclasses
 import functools
 import threading
 import time
@@ -20,7 +21,7 @@ from coati.actors.ppo import PlainPPOTrainer
 from coati.build import Parts
 from coati.config import RunSettings
 from coati.experience import Experience
-from coati.experience_buffer.leased import LeasedBuffer
+from coati.ledger import LedgerRules
 from coati.monitor.run_log import RunLog, RunSnapshot
 from coati.peers import LocalPeers
 
@@ -38,23 +39,23 @@ class SynchronousRun(PlainPPOTrainer):
         *,
         parts: Parts | None = None,
         checkpoint: Path | None = None,
-        buffer: LeasedBuffer | None = None,
+        rules: LedgerRules | None = None,
         on_progress: Callable[[RunSnapshot], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`buffer` decides what is made and trained on; None for one that keeps the run on-policy."""
-        if buffer is None:  # whatever the topology says: here one maker does all the work, for one trainer
+        """`rules` are those of a run that is followed without a journal of its own; None for on-policy training."""
+        if rules is None:  # whatever the topology says: here one maker does all the work, for one trainer
             alone = {"makers": 1, "trainers": 1, "lead": 0, "max_staleness": 0}
             config = config.model_copy(update={"topology": config.topology.model_copy(update=alone)})
         self._config, self._log, self._on_progress = config, log, on_progress
         self._cursors = dict.fromkeys((_MAKER, _TRAINER), (0, 0))  # of records and spans that are logged
         parts, peers, stop = parts or Parts(), LocalPeers(), _AskedStop(should_stop)
+        options = TrainerOptions.of_run(config, parts, resume=checkpoint)
         super().__init__(
             [_MAKER],
             functools.partial(build.make_strategy, config, "trainer"),
             functools.partial(build.trainer_models, config),
-            options=TrainerOptions.of_run(config, parts, resume=checkpoint),
-            buffer=buffer,
+            options=options if rules is None else dataclasses.replace(options, rules=rules, journal=None),
             host=Host(_TRAINER, peers, stop),
         )
         cards = [self.strategy.device] if self.strategy.device.type == "cuda" else []

@@ -1,9 +1,8 @@
 """A maker: prompts in, experience out to the trainers, new weights in between.
 
-* `workingloop` (compute) asks for leases ► makes experience ► sends items, acknowledged; groups come and go while
-  others are being written (`coati.experience_maker.work_loop`).
-* `update_experience_maker` (model_io) stages chunks ► verifies ► offers the whole update to the models, which
-  commit it between two tokens (without `in_flight`, when nothing is being written), or at once if they are not in use.
+`workingloop` asks for leases, makes experience and sends it (`coati.experience_maker.work_loop`). Beside it,
+`update_experience_maker` stages and verifies weights, and offers them to the models, which commit them between two
+tokens, or at once if they are not in use.
 """
 
 import logging
@@ -27,7 +26,6 @@ from coati.experience_maker.loader_prompts import LoaderPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.peers import wait_in_slices
-from coati.prompts.stream import PromptStream
 from coati.rollout import GenerateOptions
 from coati.trainer.strategies import Strategy
 from coati.weights.message import Chunk, WeightMessage
@@ -41,9 +39,8 @@ class Maker(Worker):
     """Holds four models, makes experience with them, and sends it to trainers.
 
     `model_fn()` returns (actor, critic, reward_model, initial_model); the critic is None for algorithms without one,
-    and the reward model may be a `RewardScorer` over text. Everything else is in `options`: with `options.rules`, it
-    makes only what it leases from its trainers, so that training data is never older than their bound; `options.maker`
-    makes the experience, a class of your own if you like. Generate options come as keywords or in `options.rollout`.
+    and the reward model may be a `RewardScorer` over text. With `options.rules`, the maker makes only what it leases
+    from its trainers. Generate options come as keywords or in `options.rollout`.
     """
 
     def __init__(
@@ -76,9 +73,12 @@ class Maker(Worker):
         super().__init__(host, callbacks, debug=debug)
         self._name = self.host.name or f"maker-{os.getpid()}"
         strategy = strategy_fn()
+        set_up_gpu(strategy.device)
+        # Built whole, not in `model_init_context`: a model inside a reward would never get its weights.
+        models = [strategy.prepare(model) if isinstance(model, nn.Module) else model for model in model_fn()]
         maker = build_maker(
             options.maker,
-            _place_models(strategy, model_fn),
+            models,
             algorithm=options.algorithm.with_arguments("options.algorithm", kl_coef=("kl_coef", kl_coef, 0.1)),
             engine=options.rollout or "reference",
             seed=options.seed,
@@ -97,10 +97,9 @@ class Maker(Worker):
         )
         self._evaluations = self._make_evaluations(strategy)
         if eval_performance:
-            self.callbacks.append(_evaluator_of(maker))
+            models = [maker.actor, maker.critic, maker.initial_model, maker.reward_model]
+            self.callbacks.append(ExperienceMakerPerformanceEvaluator(*map(num_parameters, models)))
             connect(self.callbacks, self._timeline)
-
-    # Work.
 
     def workingloop(self, dataloader_fn: Callable[[], Any], num_epochs: int = 1, num_steps: int = 0) -> None:
         """Make experience from `num_steps` batches of `dataloader_fn()`, or else from `num_epochs` passes.
@@ -137,8 +136,6 @@ class Maker(Worker):
             offload_to_cpu=self._buffer_cpu_offload,
         )
 
-    # Weights.
-
     def update_experience_maker(
         self,
         new_actor_state_dict: Mapping[str, Any] | None = None,
@@ -151,11 +148,9 @@ class Maker(Worker):
         *,
         message: WeightMessage | None = None,
     ) -> None:
-        """Take part of a weight update, or all of it.
+        """Take part of a weight update: a message, or state dicts between `chunk_start=True` and `chunk_end=True`.
 
-        A `WeightSender` sends messages. Plain calls work too: `chunk_start=True`, any number of state dicts,
-        `chunk_end=True`, in one call or several. Either way the update is staged, verified as a whole and committed
-        at once; if anything is wrong it is rejected, and the maker keeps its current weights.
+        It is verified as a whole and committed at once; if anything is wrong, the maker keeps its current weights.
         """
         if message is not None:
             self._receiver.receive(message)
@@ -168,8 +163,6 @@ class Maker(Worker):
                 chunk_end=chunk_end,
             )
 
-    # Asked for at any time.
-
     def sharing_fault(self, probe: Chunk) -> str | None:
         """Why this maker cannot read weights in a trainer's memory; None if it can."""
         return self._receiver.sharing_fault(probe)
@@ -179,15 +172,14 @@ class Maker(Worker):
         has_weights = self._served.wait_for_full_update(0.0)
         return Progress(self._state, self._served.version, self._sender.num_delivered, has_weights=has_weights)
 
-    # Inside.
-
     def _make_pipeline(self, maker: ExperienceMaker, generate_kwargs: dict[str, Any]) -> ExperiencePipeline:
         rollout = self._options.rollout
         return ExperiencePipeline(
             maker,
             self._served,
             generate_kwargs=generate_kwargs,
-            first_sample_id=_first_sample_id(self._name),
+            # Prompts that come without ids are numbered from a different start in each maker.
+            first_sample_id=(zlib.crc32(self._name.encode()) & 0x7FFFFF) << 40,
             in_flight=rollout is not None and rollout.in_flight,
             timeline=self._timeline,
         )
@@ -207,14 +199,8 @@ class Maker(Worker):
         rules = self._options.rules
         if rules is None:
             return LoaderPrompts(dataloader_fn, num_epochs, num_steps, maker=self._name)
-        stream = dataloader_fn()
-        if not isinstance(stream, PromptStream):
-            raise ConfigError(
-                "with options.rules, dataloader_fn() must return a coati.prompts.stream.PromptStream, in which leased "
-                f"prompts can be looked up, got a {type(stream).__name__}."
-            )
         return LeasedPrompts(
-            stream,
+            dataloader_fn(),  # a `PromptStream`, in which leased prompts can be looked up
             self._trainer_names,
             rules,
             self._served,
@@ -238,23 +224,3 @@ class Maker(Worker):
                     f"a full weight update of maker {self._name} (call sync_models_to_remote_makers on its trainer)"
                 ),
             )
-
-
-def _place_models(strategy: Strategy, model_fn: Callable[[], Sequence[Any]]) -> list[Any]:
-    """The maker's models, on the strategy's device.
-
-    They are built whole, not in the strategy's `model_init_context`: a maker shards none, and a model inside a reward
-    would never get its weights.
-    """
-    set_up_gpu(strategy.device)
-    return [strategy.prepare(model) if isinstance(model, nn.Module) else model for model in model_fn()]
-
-
-def _evaluator_of(maker: ExperienceMaker) -> ExperienceMakerPerformanceEvaluator:
-    models = (maker.actor, maker.critic, maker.initial_model, maker.reward_model)
-    return ExperienceMakerPerformanceEvaluator(*map(num_parameters, models))
-
-
-def _first_sample_id(name: str) -> int:
-    """Number prompts that come without ids from a different start in each maker, by its name."""
-    return (zlib.crc32(name.encode()) & 0x7FFFFF) << 40

@@ -41,12 +41,8 @@ logger = logging.getLogger(__name__)
 class PlainPPOTrainer(Trainer):
     """Trains actor and critic with PPO or a relative, and sends their weights to the makers after each episode.
 
-    `model_fn()` returns (actor, critic), the critic None for algorithms without one; `strategy_fn()` returns a
-    `Strategy`. The rest is in `options`. An argument that contradicts a setting of `options` is an error.
-
-    With `options.topology.max_staleness` of 0 or more, older batches are refused. With `options.train.save_every` all
-    ranks save checkpoints together, to `options.save_folder`. To change the loss, pass a subclass of `PPOLearner` as
-    `options.learner`, or override `make_learner`. A `buffer` comes in place of that which `options` describe.
+    `model_fn()` returns (actor, critic), the critic None for algorithms without one. An argument that contradicts a
+    setting of `options` is an error. To change the loss, pass a subclass of `PPOLearner` as `options.learner`.
     """
 
     def __init__(
@@ -66,7 +62,6 @@ class PlainPPOTrainer(Trainer):
         update_lora_weights: bool = False,
         *,
         options: TrainerOptions | None = None,
-        buffer: LeasedBuffer | None = None,
         host: Host | None = None,
     ) -> None:
         self.options = options = (options or TrainerOptions()).with_arguments(
@@ -77,7 +72,7 @@ class PlainPPOTrainer(Trainer):
         )
         apply_env_info(env_info)
         set_up_cpu(options.num_threads)
-        self._leased = buffer or _leased_buffer(options)
+        self._leased = _leased_buffer(options)
         super().__init__(  # before the models, whose warnings it keeps
             experience_maker_holder_name_list,
             train_batch_size=options.train.batch_size,
@@ -199,10 +194,7 @@ class PlainPPOTrainer(Trainer):
             self._sender.end_update(self._sync)
 
     def change_makers(self, maker_names: Sequence[str]) -> None:
-        """Send weights to these makers from now on; those that joined get all of them with the next version.
-
-        Ranks of a group hold the same weights, so each has makers of its own.
-        """
+        """Send weights to these makers from now on; those that joined get all of them with the next version."""
         with self._hold_weights():  # not in the middle of an update
             self._sender.change_makers(maker_names)
 
@@ -221,10 +213,9 @@ class PlainPPOTrainer(Trainer):
         super().release_maker(maker, reason)
 
     def _update_late_makers(self) -> None:
-        """Send the weights of this version to makers that joined or missed it.
+        """Send the weights of this version, and what its episode has made of them so far, to makers that missed it.
 
-        In the middle of an episode they get what the episode has made of it so far: newer weights than the version
-        says. Sharded ranks can gather weights only together, so there the next version has to do.
+        Sharded ranks can gather weights only together, so there the next version has to do.
         """
         self._sender.check()
         if not self.strategy.shards_parameters and self._sender.recipients.need_all:

@@ -65,10 +65,9 @@ class Trainer(Worker, ABC):
 
     @abstractmethod
     def _update_remote_makers(self, fully_update: bool = False, **kwargs: Any) -> None:
-        """Send the current weights to the makers, as version `self.version`.
+        """Send the weights to the makers as version `self.version`; after an episode, need not wait until they arrive.
 
-        `fit` calls it after each episode, and the weights need not have arrived when it returns; a sync calls it with
-        `fully_update`.
+        A sync calls it with `fully_update`.
         """
 
     @abstractmethod
@@ -80,16 +79,11 @@ class Trainer(Worker, ABC):
     def fit(self, total_steps: int, update_steps: int, train_epochs: int = 1) -> None:
         """Train on `total_steps` fresh batches, and send the makers new weights after every `update_steps`.
 
-        The first epoch of an episode trains on batches as they come; further epochs go over them again in
-        shuffled order. If all makers finish before that, what is left in the buffer is trained on and `fit`
-        ends; in a group, when no rank has anything left. After `stop()` it ends at once, now and whenever it is
-        called again.
+        The first epoch of an episode trains on batches as they come; further epochs go over them again in shuffled
+        order. If all makers finish before that, `fit` trains on what is left and ends. After `stop()` it ends at once.
         """
-        for name, value in (
-            ("total_steps", total_steps),
-            ("update_steps", update_steps),
-            ("train_epochs", train_epochs),
-        ):
+        numbers = {"total_steps": total_steps, "update_steps": update_steps, "train_epochs": train_epochs}
+        for name, value in numbers.items():
             if value < 1:
                 raise ConfigError(f"fit's {name} must be 1 or more, got {value}.")
         self._state, self._is_exhausted = "working", False
@@ -201,10 +195,7 @@ class Trainer(Worker, ABC):
             logger.info("%d leases of %s go to others: %s", len(numbers), maker, reason)
 
     def _buffer_sample(self) -> Experience:
-        """The oldest whole batch, for callers from outside; blocks until there is one, with a deadline.
-
-        `fit` waits in slices instead, and looks after makers, stop signals and the end of the data in between.
-        """
+        """Return the next whole batch, for callers from outside; blocks until there is one, with a deadline."""
         return self._buffer.sample(timeout_seconds=self.deadlines.batch_seconds)
 
     def progress(self) -> Progress:
@@ -222,15 +213,14 @@ class Trainer(Worker, ABC):
         return self.host.stop.is_set()
 
     def agree(self, has_data: bool, is_stopped: bool) -> bool:
-        """Whether to take another step. The ranks of a group decide together, so that none waits alone for the others:
-        as long as some rank has data and none was stopped. A rank without data then trains on an empty batch."""
+        """Whether to take another step: the ranks of a group do as long as some have data and none was stopped.
+
+        A rank without data then trains on an empty batch.
+        """
         return has_data and not is_stopped
 
     def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
-        """Save where training stands, if it is due: after so many fresh batches, between two versions.
-
-        A stop may have ended the last version early.
-        """
+        """Save where training stands, if that is due; a stop may have ended the last version early."""
 
     def finish(self) -> None:
         """Do what remains after the last episode."""
@@ -244,35 +234,26 @@ class Trainer(Worker, ABC):
             self._update_remote_makers()
 
     def _update_late_makers(self) -> None:
-        """Give weights to makers that have none while `fit` waits for a batch: it may wait for what they will make.
-
-        Raises what went wrong with an update that has ended: without it, they may not make that either.
-        """
+        """Send weights to makers that have none, while `fit` waits for what they will make."""
 
     def next_batch(self) -> Experience | None:
         """Wait for a batch. None: a stop came, or all makers are finished and nothing is left."""
         if self._is_exhausted:
             return None
         with self._timeline.span("wait_data"):
-            batch = self._await_batch()
+            found = wait_in_slices(
+                self._try_batch,
+                deadline_seconds=self.deadlines.batch_seconds,
+                what=lambda: (
+                    f"a batch of {self._buffer.sample_batch_size} samples; {self._buffer.num_items_waiting} are there. "
+                    f"Makers: {self._buffer.describe_wait()}"
+                ),
+                slice_seconds=_SLICE_SECONDS,
+                last_progress=lambda: self._buffer.last_progress,
+            )
+        batch = found[0] if found else None
         self._is_exhausted = batch is None
         return batch
-
-    def _await_batch(self) -> Experience | None:
-        def describe() -> str:
-            return (
-                f"a batch of {self._buffer.sample_batch_size} samples; {self._buffer.num_items_waiting} are there. "
-                f"Makers: {self._buffer.describe_wait()}"
-            )
-
-        found = wait_in_slices(
-            self._try_batch,
-            deadline_seconds=self.deadlines.batch_seconds,
-            what=describe,
-            slice_seconds=_SLICE_SECONDS,
-            last_progress=lambda: self._buffer.last_progress,
-        )
-        return found[0] if found else None
 
     def _try_batch(self, seconds: float) -> "tuple[Experience | None] | None":
         """A batch, or that none will come: (None,); None if more time is needed."""

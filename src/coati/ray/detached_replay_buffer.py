@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coati.batching import check_items, pad_items, split_experience_batch
 from coati.config import Deadlines
-from coati.errors import ActorNotFound, ConfigError, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
+from coati.errors import ActorNotFound, ConfigError, DeadlineExceeded, PeerDied, PeerUnavailable
 from coati.experience import BufferItem, Experience, ItemBundle
 from coati.experience_buffer.buffer import DEFAULT_WAIT_SECONDS, SLICE_SECONDS, SampleBuffer
 from coati.peers import Peers, answer
@@ -242,12 +242,10 @@ class UnleasedBuffer(DetachedReplayBuffer):
                 calls[name] = peer.call("progress")
         wait(calls.values(), _POLL_SECONDS)
         for name, call in calls.items():
-            try:
-                self._states[name] = str(call.result(0).state)
-            except (TimeoutError, PeerUnavailable):
+            if not call.done() or isinstance(call.exception(), PeerUnavailable):
                 self._states[name] = "busy"  # it loads its models, or its connection is broken for now
-            except PeerDied:
+            elif isinstance(call.exception(), PeerDied):
                 self._states[name] = "gone"
                 self._peers.forget(name)  # another may take its name
-            except (RemoteError, AttributeError):
-                pass
+            elif call.exception() is None:
+                self._states[name] = getattr(call.result(), "state", "unknown")

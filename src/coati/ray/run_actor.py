@@ -1,24 +1,19 @@
 """What the driver knows of one actor of a run; how often actors that died are started again, and when."""
 
 import dataclasses
-import logging
 import time
 from collections import Counter, deque
 from concurrent.futures import Future
 from typing import Any
 
 from coati.counting import counted
-from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
+from coati.errors import DeadlineExceeded, PeerDied, RemoteError
 from coati.peers import Peer
-
-logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_SECONDS = 0.5
 _MAX_BACKOFF_SECONDS = 30.0
-# An actor that lives longer than this after its restart has recovered.
-_RECOVERED_SECONDS = 60.0
-# Restarts that were longer ago do not count towards the limit: machines fail now and then in a run of weeks.
-_WINDOW_SECONDS = 3600.0
+_RECOVERED_SECONDS = 60.0  # after which an actor has recovered from its last death
+_WINDOW_SECONDS = 3600.0  # restarts before that do not count: machines fail now and then in a run of weeks
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,7 +27,7 @@ class RunActor:
     """When it came into its state."""
     job: "Future[Any] | None" = None
     """What it was asked to do last: a maker its loop, a trainer to sync, fit or save."""
-    death: PeerDied | None = None
+    death: BaseException | None = None
     has_weights: bool = False
     """Whether a maker has its first weights."""
     question: "Future[Any] | None" = None
@@ -66,27 +61,21 @@ class RunActor:
         self._orders[method, about] = self.peer.call(method, *args), args
 
     def repeat_lost_orders(self) -> None:
-        """Give orders again whose connection broke."""
+        """Give orders again whose connection broke, or that ran past a deadline: that of a step it waited for."""
         for (method, about), (call, args) in list(self._orders.items()):
-            if call.done():
-                del self._orders[method, about]
-                try:
-                    call.result(0.0)
-                except PeerUnavailable:
-                    self.order(method, *args, about=about)
-                except PeerDied as error:
-                    logger.debug("%s did not take %s: %s", self.name, method, error)
-                except RemoteError as error:
-                    if not isinstance(error.cause, DeadlineExceeded):  # that of a step it waited for, for example
-                        error.cause.add_note(f"raised in {self.name} by {method}")
-                        raise error.cause from None
-                    logger.warning("%s is told again: %s", self.name, error.cause)
-                    self.order(method, *args, about=about)
+            if not call.done():
+                continue
+            del self._orders[method, about]
+            error = call.exception()
+            if isinstance(error, RemoteError) and not isinstance(error.cause, DeadlineExceeded):
+                error.cause.add_note(f"raised in {self.name} by {method}")
+                raise error.cause from None
+            if error is not None and not isinstance(error, PeerDied):
+                self.order(method, *args, about=about)
 
 
 class Restarts:
-    """The budget of a run: deaths of one actor in a row are followed by longer and longer waits, and after the last
-    restart that is allowed within an hour a death ends the run."""
+    """The budget of a run: deaths of one actor in a row are followed by longer waits, too many in an hour end it."""
 
     def __init__(self, limit: int, *, remedy: str = "") -> None:
         """`remedy` ends the message of the death that is one too many."""
@@ -96,7 +85,7 @@ class Restarts:
         self._recent: deque[float] = deque()
         self.counts: Counter[str] = Counter(makers=0, trainers=0)
 
-    def take(self, kind: str, name: str, error: Exception) -> float:
+    def take(self, kind: str, name: str, error: BaseException) -> float:
         """Count a death of one of the "makers" or "trainers"; return how many seconds to wait before the restart.
 
         Raises PeerDied if there were too many.

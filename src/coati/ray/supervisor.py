@@ -49,8 +49,7 @@ class Supervisor:
     def __init__(
         self, config: RunSettings, factory: ActorFactory, log: RunLog, *, remedy: str = "", shows_warnings: bool = True
     ) -> None:
-        """`remedy` ends the message of a death that ends the run. `shows_warnings`: log those of actors; Ray may do
-        that, with the rest of what they log."""
+        """`remedy` ends the message of a death that ends the run. `shows_warnings`: log those of actors."""
         self._config = config
         self._factory = factory
         self._log = log
@@ -101,8 +100,9 @@ class Supervisor:
         if self.is_starting:
             return "loading models"
         num_working = sum(maker.state == "working" for maker in self.makers.values())
-        is_complete = num_working == len(self.makers) == self.wanted
-        return "" if is_complete else f"{num_working} of {counted(self.wanted, 'maker')} at work"
+        if num_working == len(self.makers) == self.wanted:
+            return ""
+        return f"{num_working} of {counted(self.wanted, 'maker')} at work"
 
     # What the run does
 
@@ -175,12 +175,10 @@ class Supervisor:
         for actor in self.actors:
             if actor.question in done:
                 call, actor.question = actor.question, None
-                try:
-                    self._read(actor, call.result(0.0))
-                except PeerDied as error:
-                    actor.death = error
-                except (RemoteError, PeerUnavailable) as error:
-                    logger.debug("%s could not be asked: %s", actor.name, error)  # its job fails too, and says why
+                if call.exception() is None:
+                    self._read(actor, call.result())
+                elif isinstance(call.exception(), PeerDied):  # with others its job fails too, and says why
+                    actor.death = call.exception()
         for maker in self.makers.values():
             if maker.death is None:
                 self._note_stall(maker)
@@ -216,23 +214,18 @@ class Supervisor:
     def _end_job(self, actor: RunActor) -> None:
         job, actor.job = actor.job, None
         assert job is not None
-        try:
-            job.result(0.0)
-        except RemoteError as error:
+        error, is_lone = job.exception(), len(self.trainers) == 1  # a group works together
+        if isinstance(error, RemoteError):
             self._note_failure(actor, error.cause)
-        except PeerUnavailable as error:
-            if actor.state in ("syncing", "saving") and len(self.trainers) == 1:  # a group works together
-                actor.repeat_job()
-            else:
-                self._note_death(actor, error)
-        except PeerDied as error:
+        elif isinstance(error, PeerUnavailable) and actor.state in ("syncing", "saving") and is_lone:
+            actor.repeat_job()
+        elif error is not None:
             self._note_death(actor, error)
-        else:
-            if actor.name in self.trainers:
-                actor.state = {"syncing": "synced", "training": "trained", "saving": "saved"}[actor.state]
-            elif not self.is_stopping:
-                self.fetch(_LAST_FETCH_SECONDS)
-                self._remove(actor, "left")
+        elif actor.name in self.trainers:
+            actor.state = {"syncing": "synced", "training": "trained", "saving": "saved"}[actor.state]
+        elif not self.is_stopping:
+            self.fetch(_LAST_FETCH_SECONDS)
+            self._remove(actor, "left")
 
     def _note_failure(self, actor: RunActor, error: Exception) -> None:
         """An actor raised."""
@@ -246,7 +239,7 @@ class Supervisor:
             raise error from None
         self._suspect_death(actor, error)
 
-    def _note_death(self, actor: RunActor, error: PeerDied | PeerUnavailable) -> None:
+    def _note_death(self, actor: RunActor, error: BaseException) -> None:
         """An actor is gone."""
         actor.job = actor.death = None
         reason = f"{actor.name} died: {error}"
@@ -268,11 +261,8 @@ class Supervisor:
                 logger.error("%s died and is started again in %g s: %s", actor.name, seconds, error)
                 self._makers_due[actor.name] = time.monotonic() + seconds
 
-    def _plan_trainers(self, dead: RunActor, error: Exception) -> None:
-        """End all trainers, because one died, to start them again after a while; makers keep what they have and wait.
-
-        The ranks of a group continue together, from the newest checkpoint: a resume without leaving the driver.
-        """
+    def _plan_trainers(self, dead: RunActor, error: BaseException) -> None:
+        """End all trainers, because one died, to start them again after a while; makers keep what they have."""
         if self.is_stopping:
             raise PeerDied(f"{dead.name} died: {error} It was stopping. {self._remedy}")
         seconds = self.restarts.take("trainers", dead.name, error)
@@ -354,7 +344,7 @@ class Supervisor:
         """Whether it is one more than the run began with, and has not begun to work: the run continues without it."""
         return maker.state in ("loading", "loaded") and maker.number >= self._config.topology.makers
 
-    def _do_without(self, maker: RunActor, error: Exception) -> None:
+    def _do_without(self, maker: RunActor, error: BaseException) -> None:
         self.wanted = min(self.wanted, maker.number)
         self._remove(maker, "could not join")
         reason = str(error) or type(error).__name__

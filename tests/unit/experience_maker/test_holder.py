@@ -17,7 +17,6 @@ from coati.config import Deadlines
 from coati.errors import ActorNotFound, ConfigError, DataError, DeadlineExceeded, GenerateOptionError, RewardError
 from coati.experience import Experience
 from coati.experience_maker import ExperienceMaker, NaiveExperienceMaker
-from coati.ledger import LedgerRules
 from coati.models import Actor, Critic, RewardModel
 from coati.ray import environment
 from coati.ray.callbacks import MakerCallback
@@ -290,12 +289,6 @@ def test_stop_ends_the_loop_after_the_current_batch_and_delivers_it(sinks):
     holder = make_holder(sinks, callbacks=[Stopper()])
     progress = work(holder, [numbered(0, 4), numbered(4, 4)])
     assert (progress.state, progress.num_samples) == ("finished", 4)
-
-
-def test_a_maker_that_leases_its_work_needs_prompts_that_can_be_looked_up(sinks):
-    rules = LedgerRules(samples_per_version=4, total_samples=8)
-    with pytest.raises(ConfigError, match="PromptStream"):
-        work(make_holder(sinks, rules=rules), [numbered(0, 4)])
 
 
 def test_a_callback_that_raises_names_itself(sinks):
