@@ -29,25 +29,19 @@ if TYPE_CHECKING:  # what editors and type checkers see
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "train": "coati.entry",
-    "RunResult": "coati.entry",
-    "load_config": "coati.config",
-    "RunSettings": "coati.config",
-    "load_metrics": "coati.monitor",
-    "Experience": "coati.experience",
-    "NaiveExperienceMaker": "coati.experience_maker",
-    "PPOLearner": "coati.trainer.ppo",
-    "Actor": "coati.models",
-    "Critic": "coati.models",
-    "RewardModel": "coati.models",
-    "PPOTrainer": "coati.ray.detached_trainer_ppo",
-    "DetachedPPOTrainer": "coati.ray.detached_trainer_ppo",
-    "MakerHolder": "coati.ray.experience_maker_holder",
-    "ExperienceMakerHolder": "coati.ray.experience_maker_holder",
-    "TrainerOptions": "coati.actors.options",
-    "MakerOptions": "coati.actors.options",
+_NAMES = {
+    "coati.entry": ("train", "RunResult"),
+    "coati.config": ("load_config", "RunSettings"),
+    "coati.monitor": ("load_metrics",),
+    "coati.experience": ("Experience",),
+    "coati.experience_maker": ("NaiveExperienceMaker",),
+    "coati.trainer.ppo": ("PPOLearner",),
+    "coati.models": ("Actor", "Critic", "RewardModel"),
+    "coati.ray.detached_trainer_ppo": ("PPOTrainer", "DetachedPPOTrainer"),
+    "coati.ray.experience_maker_holder": ("MakerHolder", "ExperienceMakerHolder"),
+    "coati.actors.options": ("TrainerOptions", "MakerOptions"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -59,7 +59,7 @@ def write_page(run: RunFolder, path: Path) -> Path:
 def show(console: Console, run: RunFolder) -> None:
     """Print the few facts, the course of the metrics, samples, and where the time went."""
     times = run_times(run.spans)
-    console.print(run.name, style="bold")
+    console.print(run.path.resolve().name, style="bold")
     for name, value in headline(run, times):
         console.print(f"  {name}: {value}")
     if found := curves(run):

@@ -24,18 +24,7 @@ RatioKind = Literal["token", "sequence"]
 
 
 class AlgorithmRow(NamedTuple):
-    """One algorithm: how scores become advantages, what is clipped, and where its defaults differ from PPO's.
-
-    Advantages:
-
-    - "gae": rewards per token, a critic, generalised advantage estimation.
-    - "group_normalized": score less the mean of its group, over the group's standard deviation.
-    - "group_centered": the same undivided.
-    - "group_over_mean": the same over the group's mean.
-    - "leave_one_out": score less the mean of the *others* of its group.
-    - "returns": discounted rewards from each token on.
-    - "returns_above_group": the same less the group's mean.
-    """
+    """One algorithm: how scores become advantages (docs/algorithms.md), and where its defaults differ from PPO's."""
 
     advantages: AdvantageKind
     defaults: Mapping[str, Any]

@@ -6,17 +6,15 @@ import html
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from coati.counting import format_seconds
 from coati.errors import ConfigError, DataError
 from coati.monitor.metrics import read_jsonl
 from coati.monitor.timeline import ACTIVITIES, Span, is_idle
-
-T = TypeVar("T")
 
 _METRICS: Final = "metrics.jsonl"
 _SPANS: Final = "spans.jsonl"
@@ -73,11 +71,6 @@ class RunFolder:
     spans: dict[str, list[Span]]
     """What each actor did when."""
 
-    @property
-    def name(self) -> str:
-        """What the folder is called: the name of the run, unless run.output says otherwise."""
-        return self.path.resolve().name
-
     def series(self, metric: str) -> list[tuple[float, float]]:
         """Return the finite values of one metric, with their training steps."""
         points = ((row["step"], row[metric]) for row in self.metrics if metric in row and "step" in row)
@@ -91,32 +84,24 @@ def read_run(path: Path) -> RunFolder:
         raise ConfigError(f"{rule}, which {'is a file' if path.exists() else 'does not exist'}.")
     if not (path / _METRICS).exists() and not (path / _SPANS).exists():
         raise ConfigError(f"{rule}, which has neither {_METRICS} nor {_SPANS}.")
-    run = RunFolder(
-        path=path,
-        metrics=_read(path / _METRICS, read_jsonl, []),
-        samples=_read(path / "samples.jsonl", read_jsonl, []),
-        spans=_read(path / _SPANS, _read_spans, {}),
-    )
+    metrics, samples, rows = map(_rows, (path / _METRICS, path / "samples.jsonl", path / _SPANS))
+    spans: dict[str, list[Span]] = {}
+    try:
+        for row in rows:
+            spans.setdefault(row.pop("actor"), []).append(Span(**row))
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path / _SPANS} cannot be read: {error}. Restore the file.") from None
+    run = RunFolder(path=path, metrics=metrics, samples=samples, spans=spans)
     if not run.metrics and not run.spans:
         raise ConfigError(f"the run in {str(path)!r} has written nothing yet. Try again after its first step.")
     return run
 
 
-def _read(path: Path, parse: Callable[[Path], T], default: T) -> T:
+def _rows(path: Path) -> list[dict[str, Any]]:
     try:
-        return parse(path) if path.exists() else default
-    except DataError:
-        raise
-    except (OSError, ValueError, TypeError) as error:
+        return read_jsonl(path) if path.exists() else []
+    except OSError as error:
         raise DataError(f"{path} cannot be read: {error}. Restore the file, or its permissions.") from None
-
-
-def _read_spans(path: Path) -> dict[str, list[Span]]:
-    spans: dict[str, list[Span]] = {}
-    for row in read_jsonl(path):
-        fields = {name: row[name] for name in Span._fields if name in row}
-        spans.setdefault(row.get("actor", ""), []).append(Span(**fields))
-    return spans
 
 
 def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
@@ -133,12 +118,9 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
     samples = sum(value for _, value in run.series("maker/samples"))
     if samples:
         facts.append(("samples", f"{samples:,.0f}"))
-    for name in ("maker/dropped", "maker/quarantined"):
-        if lost := sum(value for _, value in run.series(name)):
-            facts.append((f"samples {name.removeprefix('maker/')}", f"{lost:,.0f}"))
-    for name in ("restarts/makers", "restarts/trainers"):
-        if number := sum(value for _, value in run.series(name)[-1:]):
-            facts.append((name.replace("/", " of "), f"{number:,.0f}"))
+    counts = {f"samples {fate}": run.series(f"maker/{fate}") for fate in ("dropped", "quarantined")}
+    counts |= {f"restarts of {kind}": run.series(f"restarts/{kind}")[-1:] for kind in ("makers", "trainers")}
+    facts += [(name, f"{total:,.0f}") for name, found in counts.items() if (total := sum(value for _, value in found))]
     if times is not None:
         facts.append(("time, without start-up", format_seconds(times.elapsed)))
         if samples and times.elapsed > 0:

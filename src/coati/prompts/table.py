@@ -121,17 +121,16 @@ def _read_jsonl(path: Path, limit: int | None) -> dict[int, Row]:
 def _parse_line(line: bytes, where: str) -> Row:
     try:
         row = json.loads(line.decode("utf-8-sig"))  # -sig: some editors put a mark at the start of a file
+        problem = None if isinstance(row, dict) else f"a {type(row).__name__}"
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where} is not UTF-8 ({error.reason} at byte {error.start} of the line). Save the file as UTF-8."
-        ) from None
+        problem = f"{error.reason} at byte {error.start} of the line"
     except (ValueError, RecursionError) as error:
+        problem = str(error)
+    if problem is not None:
         raise DataError(
-            f'{where} is not JSON: {error}. Write one object per line, like {{"prompt": "the film"}}.'
-        ) from None
-    if not isinstance(row, dict):
-        raise DataError(f'{where} is not a JSON object. Write it with its column names, like {{"prompt": "the film"}}.')
-    return row
+            f'{where} must be a JSON object in UTF-8, like {{"prompt": "the film"}}, got {problem}. Write one per line.'
+        )
+    return row  # type: ignore[no-any-return]
 
 
 def _read_dataset(name: str, split: str, subset: str) -> list[Row]:
