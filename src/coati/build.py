@@ -112,10 +112,9 @@ def make_scorer(
     config: RunSettings, function: Callable[..., Any] | None = None, *, compiled: bool = False
 ) -> RewardScorer:
     """Make the reward over text: a function, or what `[reward]` describes; `compiled` pays where much is scored."""
-    device = _device(config)
 
     def load_reward_model(path: str) -> RewardModel:
-        model: RewardModel = _loaded(config, "reward.model", path, RewardModel, device=device)
+        model: RewardModel = _loaded(config, "reward.model", path, RewardModel, device=_device(config))
         if not bool(model.value_head.weight.any()):
             logger.warning(
                 "reward.model %r has a head of zeros, so every score is 0. Use a sequence-classification model with "
@@ -126,25 +125,15 @@ def make_scorer(
             compile_blocks(model)
         return model.eval()
 
-    settings = config.reward
-    paths = config.reward_search_paths
+    settings, paths = config.reward, config.reward_search_paths
     reward = build_reward(settings, load_model=load_reward_model, search_paths=paths, function=function)
-    return RewardScorer(
-        reward, load_tokenizer(config), retries=settings.retries, max_quarantined=settings.max_quarantined
-    )
+    limits = {"retries": settings.retries, "max_quarantined": settings.max_quarantined}
+    return RewardScorer(reward, load_tokenizer(config), **limits)
 
 
 def load_tokenizer(config: RunSettings) -> Any:
     """Load the tokenizer, padding on the left."""
-    try:
-        return AutoTokenizer.from_pretrained(
-            config.tokenizer_path, padding_side="left", trust_remote_code=config.model.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.tokenizer must be a folder or hub name with a tokenizer, got {config.tokenizer_path!r}: "
-            f"{_first_line(error)}"
-        ) from error
+    return _loaded(config, "model.tokenizer", config.tokenizer_path, AutoTokenizer, padding_side="left")
 
 
 def check_inputs(config: RunSettings) -> PromptStream:
@@ -222,8 +211,7 @@ def threads_per_actor(config: RunSettings) -> int:
 
 def num_actors(config: RunSettings) -> int:
     """Actors of a run that take a CPU: trainers and makers."""
-    topology = config.topology
-    return topology.makers + topology.trainers
+    return config.topology.makers + config.topology.trainers
 
 
 def _device(config: RunSettings) -> torch.device:
@@ -231,8 +219,7 @@ def _device(config: RunSettings) -> torch.device:
 
 
 def _dtype(config: RunSettings) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
-    return dtype
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
 
 
 def _loaded(
@@ -245,11 +232,8 @@ def _loaded(
     except CoatiError:
         raise
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+        said = str(error).strip().splitlines()
         raise ConfigError(
-            f"{setting} {path!r} could not be loaded as a transformers model: {_first_line(error)} "
+            f"{setting} {path!r} could not be loaded by transformers: {said[0] if said else type(error).__name__} "
             "If a file is damaged or missing, use another copy."
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
