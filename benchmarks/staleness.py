@@ -3,7 +3,7 @@
     python benchmarks/staleness.py --workers 16 --output FOLDER       run what FOLDER lacks, then print the tables
     python benchmarks/staleness.py --output FOLDER --docs             write FOLDER/results.json into docs/
     python benchmarks/staleness.py --workers 16 --output FOLDER --settings demo praise --methods truncated naive \\
-        --etas 1 4 0 8 --writing whole in-flight recomputed           responses of one version against those of several
+        --etas 1 4 0 8 --writing whole in-flight                      responses of one version against those of several
 
 The model and the reward are the demo's; the setting "praise" has the verifier of `algorithms.py`, and GRPO. A run takes
 the real objects (prompts, pipeline and gate, weight stage, learner) through one process, one after the other, as
@@ -212,7 +212,7 @@ def main() -> None:
         choices=WRITING,
         default=["whole"],
         help="whole = a response is written by one version; in-flight = by all up to the one that is trained on, an "
-        "equal part each; recomputed = the same, with keys and values computed again by each",
+        "equal part each",
     )
     parser.add_argument("--docs", action="store_true", help="only write FOLDER/results.json into docs/")
     parser.add_argument("--report", action="store_true", help="only compare the ways of writing, with what is there")

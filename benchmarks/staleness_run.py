@@ -73,7 +73,6 @@ OLDEST = -1
 WRITING: dict[str, dict[str, Any]] = {
     "whole": {"in_flight": False},
     "in-flight": {"in_flight": True},
-    "recomputed": {"in_flight": True, "recompute_cache": True},
 }
 
 
@@ -179,11 +178,7 @@ class StaleRun(SynchronousRun):
         super().__init__(config, RunLog(None, total_steps=0), rules=rules)
         self._group_size = rules.group_size
         maker, rollout, num_versions = self.maker.pipeline.maker, config.rollout, config.topology.max_staleness + 1
-        maker.engine = NativeEngine(
-            maker.actor,
-            num_slots=num_versions * BATCH_SIZE * self._group_size,
-            recompute_cache=rollout.recompute_cache,
-        )
+        maker.engine = NativeEngine(maker.actor, num_slots=num_versions * BATCH_SIZE * self._group_size)
         # Tokens that each version writes of a response.
         self._share = -(-rollout.max_new_tokens // (num_versions if rollout.in_flight else 1))
         self._items: dict[int, list[BufferItem]] = {}  # by number, until they are trained on

@@ -139,12 +139,9 @@ def test_every_token_has_the_version_that_wrote_it(make_engine, policy):
     assert finish(engine, 1)[2].versions.tolist() == [next(versions) - 1]
 
 
-@pytest.mark.parametrize("recompute_cache", [False, True])
-def test_new_weights_write_the_next_tokens_over_the_old_cache_or_over_one_of_their_own(
-    make_engine, policy, recompute_cache
-):
+def test_new_weights_write_the_next_tokens_over_the_old_cache(make_engine, policy):
     model, old, new = policy(0), policy(0), policy(1)
-    engine = make_engine(model, recompute_cache=recompute_cache)
+    engine = make_engine(model)
     engine.submit(request_of([0, 1], eos_token_id=[], limit=8))
     engine.advance()
     engine.advance()
@@ -157,9 +154,8 @@ def test_new_weights_write_the_next_tokens_over_the_old_cache_or_over_one_of_the
         by_old, by_new = (learners(which, [*PROMPTS[one], *tokens], 8) for which in (old, new))
         found = response.log_probs.cpu()
         torch.testing.assert_close(found[:num_old], by_old[:num_old], atol=1e-4, rtol=0)
-        gap = float((found - by_new)[num_old:].abs().max())
-        assert (gap < 1e-4) == recompute_cache
-        assert float((found - by_old)[num_old:].abs().max()) > 1e-3
+        for other in (by_old, by_new):
+            assert float((found - other)[num_old:].abs().max()) > 1e-4
     engine.submit(request_of([2]))  # what begins now knows nothing of the old weights
     assert_exact(new, PROMPTS[2], finish(engine, 1)[2])
 

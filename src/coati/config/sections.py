@@ -118,9 +118,6 @@ class RolloutSettings(SamplingSettings, section="rollout"):
         "Take new weights between two tokens; every token records its version. false = each response is written by one "
         "version: new weights wait until all that is being written has ended, and nothing is begun meanwhile.",
     )
-    recompute_cache: bool = setting(
-        False, "Compute keys and values of what is written again when new weights come between two tokens."
-    )
     generate: dict[str, Any] = setting(
         {},
         "Further options of transformers' generate, as a table.",

@@ -43,5 +43,5 @@ def make_engine(rollout: RolloutSettings | str, model: Any) -> RolloutEngine:
         logger.warning("generating with the reference engine, which is slower: %s", reason)
         name = "reference"
     arguments = {"options": options, **settings.vllm} if name == "vllm" else {}
-    engine: RolloutEngine = engines[name](model, recompute_cache=settings.recompute_cache, **arguments)
+    engine: RolloutEngine = engines[name](model, **arguments)
     return engine

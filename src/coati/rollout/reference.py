@@ -27,9 +27,8 @@ class ReferenceEngine:
     `extend` computes what came before again.
     """
 
-    def __init__(self, model: nn.Module, *, recompute_cache: bool = False) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._recompute_cache = recompute_cache
         self._version = 0
         self._batches: list[_Batch] = []
         self._kept: dict[int, tuple[Sample, Response]] = {}
@@ -77,9 +76,6 @@ class ReferenceEngine:
 
     def commit(self, version: int) -> None:
         """As the protocol says."""
-        if version != self._version and self._recompute_cache:
-            for batch in self._batches:
-                batch.cache = None
         self._version = version
 
     def cancel(self, sample_ids: Collection[int]) -> None:
@@ -98,7 +94,7 @@ class _Batch:
         self._model = model
         self.samples = dict(enumerate(samples))
         """Those that have not ended, by row."""
-        self.cache: Any = None
+        self._cache: Any = None
         options = samples[0].options
         self._sampler = Sampler(options)
         self._end_tokens = torch.tensor(options.eos_token_ids(model), dtype=torch.long, device=device)
@@ -144,15 +140,15 @@ class _Batch:
         inputs, kwargs = self._ids, dict[str, Any]()
         if self._has_cache:
             kwargs["use_cache"] = True
-            if self.cache is not None:
-                inputs, kwargs["past_key_values"] = self._ids[:, -1:], self.cache
+            if self._cache is not None:
+                inputs, kwargs["past_key_values"] = self._ids[:, -1:], self._cache
         if accepts(self._model, "position_ids"):
             kwargs["position_ids"] = position_ids_from_mask(self._mask)[:, -inputs.shape[1] :]
         if accepts(self._model, "logits_to_keep"):
             kwargs["logits_to_keep"] = 1
         with same_in_any_company(self._model, inputs):
             output = forward_causal(self._model, inputs, self._mask, **kwargs)
-        self.cache = getattr(output, "past_key_values", None) if self._has_cache else None
+        self._cache = getattr(output, "past_key_values", None) if self._has_cache else None
         logits: Tensor = output.logits[:, -1]
         return logits
 

@@ -79,14 +79,7 @@ class VllmEngine:
     are arguments of vLLM's `EngineArgs`, such as `gpu_memory_utilization`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        recompute_cache: bool = False,
-        options: GenerateOptions | None = None,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, options: GenerateOptions | None = None, **settings: Any) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if settings.get(name, 1) != 1:
                 raise ConfigError(
@@ -94,7 +87,6 @@ class VllmEngine:
                     "GPU. Use more makers (topology.makers)."
                 )
         self.model = model
-        self._recompute_cache = recompute_cache
         self._settings = settings
         self._engine: Any = None
         self._max_sequences = int(settings.setdefault("max_num_seqs", 256))
@@ -142,7 +134,7 @@ class VllmEngine:
         if self._waiting and len(self._writing) < self._max_sequences:
             self._copy_weights(self._waiting[0].tokens)
         while self._waiting and len(self._writing) < self._max_sequences:
-            self._add(_Written.nothing(self._waiting.popleft()))
+            self._add(self._waiting.popleft())
         for output in self._engine.step():
             if output.request_id in self._canaries:
                 self._check_canary(output)
@@ -175,14 +167,8 @@ class VllmEngine:
     def commit(self, version: int) -> None:
         """As the protocol says."""
         is_new, self._version = version != self._version, version
-        if not is_new or not self._writing:
-            return  # the weights are copied when the next is begun
-        self._copy_weights(next(iter(self._writing.values())).sample.tokens)
-        if self._recompute_cache:
-            for name, written in list(self._writing.items()):
-                self._engine.abort_request([name])
-                del self._writing[name]
-                self._add(written)
+        if is_new and self._writing:  # else the weights are copied when the next is begun
+            self._copy_weights(next(iter(self._writing.values())).sample.tokens)
 
     def cancel(self, sample_ids: Collection[int]) -> None:
         """As the protocol says."""
@@ -276,18 +262,16 @@ class VllmEngine:
                 f'{gap:.3g} on average. Its implementation of the model may differ; use rollout.engine = "reference".'
             )
 
-    def _add(self, written: _Written) -> None:
-        """Have a sample written from where it is."""
-        vllm, sample = _import_vllm(), written.sample
-        options = sample.options
-        generator, num_drawn = keyed_generator(sample.seed, sample.id), sample.num_drawn + len(written.tokens)
+    def _add(self, sample: Sample) -> None:
+        """Have vLLM write a sample."""
+        vllm, options, generator = _import_vllm(), sample.options, keyed_generator(sample.seed, sample.id)
         sampling = vllm.SamplingParams(
             temperature=options.temperature if options.do_sample else 0.0,
             top_k=options.top_k,
             top_p=options.top_p,
             min_p=options.min_p,
-            seed=int(generator.integers(2**62, size=num_drawn + 1)[-1]),
-            max_tokens=sample.limit - len(written.tokens),
+            seed=int(generator.integers(2**62, size=sample.num_drawn + 1)[-1]),
+            max_tokens=sample.limit,
             stop_token_ids=list(options.eos_token_ids(unwrap(self.model))),
             ignore_eos=True,  # those of the model's files are among the above, unless the options say otherwise
             logprobs=0,
@@ -296,8 +280,8 @@ class VllmEngine:
         )
         self._num_requests += 1
         name = str(self._num_requests)
-        self._writing[name] = written
-        self._send(name, [*sample.tokens, *written.tokens], sampling)
+        self._writing[name] = _Written.nothing(sample)
+        self._send(name, sample.tokens, sampling)
 
     def _send(self, name: str, prompt: list[int], sampling: Any) -> None:
         self._engine.add_request(name, {"prompt_token_ids": prompt, "cache_salt": str(self._num_copies)}, sampling)

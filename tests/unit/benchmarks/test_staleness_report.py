@@ -134,7 +134,7 @@ def test_ways_of_writing_are_compared_by_seed(report):
         return {"setting": "hard", "method": "naive", "eta": 4, "seed": seed, "writing": writing, **numbers}
 
     rows = [row("whole", seed, 0.5 + seed / 5) for seed in (1, 2)]
-    rows += [row("in-flight", seed, 0.6 + seed / 5) for seed in (2, 1)] + [row("recomputed", 2, 0.9)]
-    # 0.7 and 0.9: mean 0.8, standard error 0.1, times 12.71. Both seeds gain 0.1. One seed has no interval.
-    numbers = "0.800 ± 1.271 | 0.900 ± 1.271 | 0.900 ± inf | +0.100 ± 0.000 | -0.100 ± inf"
+    rows += [row("in-flight", seed, 0.6 + seed / 5) for seed in (2, 1)]
+    # 0.7 and 0.9: mean 0.8, standard error 0.1, times 12.71. Both seeds gain 0.1.
+    numbers = "0.800 ± 1.271 | 0.900 ± 1.271 | +0.100 ± 0.000"
     assert f"| hard | naive PPO | 4 | 2 | {numbers} |" in report.writing_tables(rows).splitlines()

@@ -53,13 +53,12 @@ class NativeEngine:
     Requests with other options wait until those before have ended.
     """
 
-    def __init__(self, model: nn.Module, *, num_slots: int = DEFAULT_SLOTS, recompute_cache: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, num_slots: int = DEFAULT_SLOTS) -> None:
         if (reason := native_engine_problem(config_of(model), GenerateOptions())) is not None:
             raise ConfigError(f'The native engine cannot run this model: {reason}. Use rollout.engine = "reference".')
         self.model = model
         self._decoder = Decoder(model)
         self._max_slots = num_slots
-        self._recompute_cache = recompute_cache
         self._last_version = 0
         self._reset()
 
@@ -148,8 +147,6 @@ class NativeEngine:
         self._last_version = version
         self._version.fill_(version)
         self._keep_graphs()
-        if self._recompute_cache:
-            self._recompute()
 
     def cancel(self, sample_ids: Collection[int]) -> None:
         """As the protocol says."""
@@ -299,17 +296,6 @@ class NativeEngine:
     def _free(self, sample: Sample) -> None:
         sample.is_over, self._samples[sample.place.slot] = True, None
         self._free_rows.append(sample.place.row)
-
-    def _recompute(self) -> None:
-        """Read what the slots hold again, by the weights as they are now."""
-        while self._looks:
-            self._take_out(self._looks.popleft().ended())
-        if samples := self._held:
-            rows = self._on_device([sample.place.row for sample in samples])
-            counts, written = self._responses.num_written[rows].tolist(), self._responses.tokens[rows].tolist()
-            # The newest token is not in the cache yet.
-            responses = [row[: count - 1] for row, count in zip(written, counts, strict=True)]
-            self._read(samples, [[*one.tokens, *some] for one, some in zip(samples, responses, strict=True)])
 
     # Steps
 
