@@ -11,7 +11,6 @@ from coati import build
 from coati.config import AlgorithmSettings, RunSettings
 from coati.cpu import set_up_cpu
 from coati.experience_maker import NaiveExperienceMaker
-from coati.experience_maker.base import PromptBatch
 from coati.models import Actor
 from coati.rewards.base import decode_completions, decode_prompts
 
@@ -67,10 +66,9 @@ def evaluate(config: RunSettings, model_path: str, *, num_samples: int = 64) -> 
         config.rollout.samples_per_prompt,
     )
     for number in itertools.count():
-        raw, _ = stream.batch(range(number * size, (number + 1) * size), group_size=per_prompt)
-        if raw is None:
+        prompts, _ = stream.batch(range(number * size, (number + 1) * size), group_size=per_prompt)
+        if prompts is None:
             continue
-        prompts = PromptBatch.parse(raw)
         made = maker.make_experience(
             prompts.input_ids,
             prompts.attention_mask,

@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,13 +41,14 @@ from coati.config import Deadlines, TopologySettings, TrainSettings
 from coati.cpu import set_up_cpu
 from coati.experience import BufferItem, Experience
 from coati.experience_maker import ExperienceMaker
-from coati.experience_maker.base import MakerBatch, PromptBatch, WorkSource
+from coati.experience_maker.base import MakerBatch
 from coati.experience_maker.delivery import ItemSender
-from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
+from coati.experience_maker.work_source import LeasedPrompts, WorkSource
 from coati.ledger.leases import Ledger
 from coati.ledger.rules import Lease, LedgerRules
+from coati.prompts.batch import PromptBatch
 from coati.ray.callbacks import TrainerCallback
 from coati.ray.detached_trainer_ppo import PPOTrainer
 from coati.ray.environment import remote
@@ -187,9 +188,10 @@ class Numbers:
 
     samples_per_batch = 0
 
-    def batch(self, numbers: Sequence[int], *, group_size: int = 1) -> tuple[dict[str, Any], dict[int, str]]:
+    def batch(self, numbers: Sequence[int], *, group_size: int = 1) -> tuple[PromptBatch | None, dict[int, str]]:
         assert group_size == 1
-        return {"input_ids": torch.full((len(numbers), 2), 3), "sample_ids": torch.tensor(numbers)}, {}
+        tokens = torch.full((len(numbers), 2), 3)
+        return PromptBatch(tokens, torch.ones_like(tokens), torch.tensor(numbers)) if numbers else None, {}
 
 
 class WaitingMaker(ExperienceMaker):
@@ -236,7 +238,7 @@ class SlotPrompts(WorkSource):
     def __init__(self, maker: "Maker") -> None:
         self._maker = maker
 
-    def __iter__(self) -> Iterator[PromptBatch]:
+    def draw(self, room: int) -> PromptBatch | None:  # noqa: ARG002
         return self._maker.draw()
 
     def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
@@ -264,7 +266,6 @@ class Maker:
             maker=self.name,
             should_stop=self.stopped.is_set,
         )
-        self._batches = iter(self.prompts)
 
     @ray.method(concurrency_group="compute")
     def work(self) -> None:
@@ -288,19 +289,22 @@ class Maker:
     def is_ready(self) -> bool:
         return True
 
-    def draw(self) -> Iterator[PromptBatch]:
-        """Yield prompts for one slot. The one whose turn it is asks for all that wait."""
-        while True:
-            self._add_wanted(self._size)
-            with self._turn:
-                if not self._ready:
-                    if (batch := next(self._batches, None)) is None:
-                        return
-                    parts = range(0, len(batch), self._size)
-                    self._ready += [batch.select(slice(first, first + self._size)) for first in parts]
-                mine = self._ready.popleft()
-            self._add_wanted(-self._size)
-            yield mine
+    def draw(self) -> PromptBatch | None:
+        """Return prompts for one slot. The one whose turn it is asks for all that wait."""
+        self._add_wanted(self._size)
+        with self._turn:
+            while not self._ready:
+                if self.stopped.is_set():
+                    return None
+                batch = self.prompts.poll(self._numbers.samples_per_batch)
+                if batch is None:
+                    self.wait_for_version(self.version + 1, deadline_seconds=0.05)
+                    continue
+                parts = range(0, len(batch), self._size)
+                self._ready += [batch.select([*range(len(batch))[first : first + self._size]]) for first in parts]
+            mine = self._ready.popleft()
+        self._add_wanted(-self._size)
+        return mine
 
     def _add_wanted(self, samples: int) -> None:
         with self._count:

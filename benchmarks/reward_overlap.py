@@ -37,9 +37,9 @@ from coati.cpu import set_up_cpu
 from coati.experience import BufferItem
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.base import MakerBatch
-from coati.experience_maker.loader_prompts import LoaderPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
+from coati.experience_maker.work_source import LoaderPrompts
 from coati.models import Actor, Critic
 from coati.rewards import FunctionReward, RewardScorer
 from coati.weights.served import ServedModels

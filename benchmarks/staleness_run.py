@@ -21,7 +21,6 @@ from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.experience_buffer import BufferItem, make_experience_batch, split_experience_batch
 from coati.experience_maker import Experience
-from coati.experience_maker.base import PromptBatch
 from coati.ledger import age_metrics
 from coati.monitor.run_log import RunLog
 from coati.rollout import NativeEngine
@@ -189,10 +188,10 @@ class StaleRun(SynchronousRun):
     def next_batch(self) -> Experience:
         """Write what the weights of this version write, and return what is trained on at it."""
         if numbers := self._schedule.written[self.version]:
-            raw, unusable = self._prompts.batch(numbers, group_size=self._group_size)
-            assert raw is not None
+            prompts, unusable = self._prompts.batch(numbers, group_size=self._group_size)
+            assert prompts is not None
             assert not unusable
-            self.maker.pipeline.submit(PromptBatch.parse(raw))
+            self.maker.pipeline.submit(prompts)
             self._write(1)  # begins them, and writes nothing of the others
         numbers = self._schedule.trained[self.version]
         self._write(self._share)

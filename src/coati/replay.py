@@ -24,7 +24,6 @@ from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import CheckpointError, ConfigError, ReplayDiffers
 from coati.experience import BufferItem, Experience
-from coati.experience_maker.base import PromptBatch
 from coati.ledger.audit import account_of
 from coati.ledger.journal import JournalContent, read_journals
 from coati.ledger.rules import Event
@@ -152,7 +151,8 @@ class ReplayedRun(SynchronousRun):
         for version in dict.fromkeys(delivery["scored_by"]):
             scored = [number for number, by in zip(numbers, delivery["scored_by"], strict=True) if by == version]
             self._engine.scored_by = serve(version)
-            prompts = PromptBatch.parse(self._prompt_stream.batch(scored, group_size=size)[0])
+            prompts, _ = self._prompt_stream.batch(scored, group_size=size)
+            assert prompts is not None  # they were made before
             made = self.maker.pipeline.finish(self.maker.pipeline.begin(prompts))
             for item in [] if made is None else split_experience_batch(made):
                 groups[self._number_of(item)].append(item)

@@ -16,12 +16,12 @@ from coati.errors import AcceleratorFailed, OutOfMemory
 from coati.experience import Experience
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker import NaiveExperienceMaker
-from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.gpu import device_errors_explained
 from coati.ledger import LedgerRules
 from coati.models import Actor
 from coati.peers import LocalPeers
+from coati.prompts.batch import PromptBatch
 from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.strategies import DDPStrategy
 from coati.weights.served import ServedModels

@@ -21,15 +21,16 @@ from coati.background import run_in_background
 from coati.batching import make_experience_batch
 from coati.config import Deadlines
 from coati.experience_buffer.leased import LeasedBuffer
-from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
+from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch
 from coati.experience_maker.delivery import ItemSender
-from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
+from coati.experience_maker.work_source import LeasedPrompts
 from coati.ledger import LedgerRules, age_metrics
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal
 from coati.peers import LocalPeers
+from coati.prompts.batch import PromptBatch
 from coati.weights.served import ServedModels, VerifiedUpdate
 
 SECONDS = 60.0  # far more than anything here takes
@@ -91,7 +92,7 @@ class StreamingWriter(Writer):
 
     def submit(self, prompts):
         for group in sorted({*prompts.group_ids.tolist()}):
-            mine = prompts.select(prompts.group_ids == group)
+            mine = prompts.select((prompts.group_ids == group).nonzero().flatten().tolist())
             lengths = {one: self._dice.randrange(1, 5) for one in mine.sample_ids.tolist()}
             self._groups[group] = mine, {one: (length, []) for one, length in lengths.items()}
 
@@ -113,6 +114,9 @@ class StreamingWriter(Writer):
             batch.dropped = error
         return batch
 
+    def finish(self, batch):
+        pass
+
 
 def is_complete(samples):
     return all(len(tokens) == length for length, tokens in samples.values())
@@ -130,7 +134,8 @@ class Prompts:
     def batch(self, numbers, *, group_size):
         ids = [number * group_size + part for number in numbers for part in range(group_size)]
         groups = [number for number in numbers for _ in range(group_size)]
-        return {"input_ids": torch.ones(len(ids), 2), "sample_ids": ids, "group_ids": groups}, {}
+        prompts = {"input_ids": torch.ones(len(ids), 2), "sample_ids": ids, "group_ids": groups}
+        return (PromptBatch.parse(prompts) if ids else None), {}
 
 
 class CheckingTrainer(Trainer):

@@ -25,7 +25,7 @@ from coati.batching import split_experience_batch
 from coati.cli.main import main
 from coati.config import build_config, dump_config
 from coati.errors import CheckpointError, ConfigError, ReplayDiffers
-from coati.experience_maker.leased_prompts import LeasedPrompts
+from coati.experience_maker.work_source import LeasedPrompts
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal, read_journal
 from coati.peers import LocalPeers
@@ -77,8 +77,8 @@ class InterleavedMaker(Maker):
             items = [] if made is None else split_experience_batch(made)
             self._sender.send(self.prompts.attach_leases(scored, items))
         if not self.pipeline.num_in_work or dice.random() < 0.3:
-            self.prompts.room = dice.randrange(1, 4)
-            if (prompts := self.prompts.poll()) is not None:
+            prompts = self.prompts.poll(dice.randrange(1, 4))
+            if prompts is not None:
                 self.pipeline.submit(prompts)
         if self.pipeline.num_in_work and (batch := self.pipeline.advance()) is not None:
             self._scored.append(batch)

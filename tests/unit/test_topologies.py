@@ -15,7 +15,7 @@ import torch
 
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker.base import MakerBatch
-from coati.experience_maker.leased_prompts import LeasedPrompts
+from coati.experience_maker.work_source import LeasedPrompts
 from coati.ledger import LedgerRules
 from coati.peers import LocalPeers
 
@@ -50,7 +50,7 @@ class Maker:
 
     def ask(self):
         """Begin a batch, if one may be made."""
-        batch = self.prompts.poll() if len(self.work) < 2 else None
+        batch = self.prompts.poll(PER_VERSION) if len(self.work) < 2 else None
         if batch is not None:
             self.work.append((batch, self.version))
         return batch is not None

@@ -19,12 +19,11 @@ from coati.actors.options import MakerOptions
 from coati.cpu import set_up_cpu
 from coati.errors import ConfigError
 from coati.evaluation.work import EvaluationWork
-from coati.experience_maker.base import ExperienceMaker, WorkSource, build_maker
+from coati.experience_maker.base import ExperienceMaker, build_maker
 from coati.experience_maker.delivery import ItemSender
-from coati.experience_maker.leased_prompts import LeasedPrompts
-from coati.experience_maker.loader_prompts import LoaderPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
+from coati.experience_maker.work_source import LeasedPrompts, LoaderPrompts, WorkSource
 from coati.peers import wait_in_slices
 from coati.rollout import GenerateOptions
 from coati.trainer.strategies import Strategy

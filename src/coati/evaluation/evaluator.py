@@ -22,10 +22,11 @@ from coati.config.plan import read_json
 from coati.cpu import set_up_cpu
 from coati.errors import DataError
 from coati.evaluation.estimates import Estimate, estimate, prompt_values
-from coati.experience_maker.base import LESS_TO_MAKE, PromptBatch
+from coati.experience_maker.base import LESS_TO_MAKE
 from coati.gpu import device_errors_explained
 from coati.models.actor import unwrap
 from coati.models.calls import context_length_of
+from coati.prompts.batch import PromptBatch
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import looks_local
 from coati.rewards import RewardScorer
@@ -98,9 +99,9 @@ class Evaluator:
             if should_stop():
                 return None
             numbers = range(num_prompts)[first : first + one.rollout.prompts_per_batch]
-            raw, _ = stream.batch(numbers, group_size=one.rollout.samples_per_prompt)
-            if raw is not None:
-                begun = self._begin(engine, PromptBatch.parse(raw), version)
+            prompts, _ = stream.batch(numbers, group_size=one.rollout.samples_per_prompt)
+            if prompts is not None:
+                begun = self._begin(engine, prompts, version)
                 samples += pending
                 pending = begun
         samples += pending

@@ -1,10 +1,15 @@
 """The reference maker: generate, score, penalise by KL, estimate advantages.
 
+    submit ──► write, write … ──► score ──► finish
+    prompts    the engine's       complete  rewards have come:
+               next tokens        groups    advantages
+
 Responses are written by an engine, and scored in passes over those whose groups are complete. Reward functions run in
 the background, so a batch that is scored is finished later, when what they return has come.
 """
 
 import contextlib
+import dataclasses
 import logging
 import math
 import sys
@@ -18,10 +23,9 @@ from transformers import PreTrainedModel
 from coati.algos.advantages import has_signal
 from coati.algos.losses import kl_estimate
 from coati.config import AlgorithmSettings, RolloutSettings
-from coati.errors import ConfigError, RewardError
+from coati.errors import ConfigError, DataError
 from coati.experience import Experience
-from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
-from coati.experience_maker.group_stream import GroupStream
+from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch
 from coati.experience_maker.scoring import (
     GapWatch,
     NoSignal,
@@ -36,10 +40,21 @@ from coati.models.actor import unwrap
 from coati.models.calls import context_length_of
 from coati.monitor.metrics import Sum
 from coati.monitor.timeline import Timeline
-from coati.rewards import RewardScorer
-from coati.rollout import GenerateOptions, Rollout, RolloutEngine, make_engine
+from coati.prompts.batch import PromptBatch
+from coati.rewards import ModelReward, RewardScorer
+from coati.rollout import GenerateOptions, Response, Rollout, RolloutEngine, RolloutRequest, make_engine
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """Samples that are scored together."""
+
+    prompts: PromptBatch  # with which it was submitted
+    rows: list[int] = dataclasses.field(default_factory=list)  # of these
+    missing: set[int] = dataclasses.field(default_factory=set)  # ids of samples whose response has not come
+    responses: dict[int, Response] = dataclasses.field(default_factory=dict)  # by sample id
 
 
 class NaiveExperienceMaker(ExperienceMaker):
@@ -86,8 +101,16 @@ class NaiveExperienceMaker(ExperienceMaker):
             reward_model = RewardModel(reward_model)
         super().__init__(actor, critic, reward_model, initial_model)
         self.seed = seed
-        self._stream = GroupStream(make_engine(engine, actor) if isinstance(engine, str | RolloutSettings) else engine)
+        self.engine = make_engine(engine, actor) if isinstance(engine, str | RolloutSettings) else engine
+        """What writes the responses."""
+        self.num_writing = 0
+        """Samples of groups that are not complete."""
+        self.num_written = 0
+        """Samples of complete groups that are not scored."""
         self.timeline = Timeline()
+        self._options = GenerateOptions()  # with which all is generated
+        self._groups: dict[int, _Group] = {}  # in the order in which they were submitted
+        self._group_of: dict[int, _Group] = {}  # by the ids of samples that are being written
         self._num_without_signal = 0  # not yet reported
         self._gap_watch = GapWatch()
         self._next_sample_id = 0
@@ -115,81 +138,102 @@ class NaiveExperienceMaker(ExperienceMaker):
         ids = {"attention_mask": attention_mask, "sample_ids": sample_ids, "group_ids": group_ids}
         prompts = PromptBatch.parse({"input_ids": input_ids, **ids, **(columns or {})})
         if sample_ids is None:
-            prompts = prompts.numbered(self._next_sample_id)
+            prompts = dataclasses.replace(prompts, sample_ids=torch.arange(len(prompts)) + self._next_sample_id)
             self._next_sample_id += len(prompts)
-        mine = NaiveExperienceMaker  # whatever a subclass does with its batches
-        mine.submit(self, prompts, **generate_kwargs)
-        while self._stream.num_writing:
-            mine.write(self)
-        batch = mine.score(self)
+        self.submit(prompts, **generate_kwargs)
+        while self.num_writing:
+            self.write()
+        batch = self.score()
         if batch.dropped is not None:
             raise batch.dropped
-        mine.finish(self, batch)
+        self.finish(batch)
         assert batch.experience is not None
         return batch.experience
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Have a subclass with a `make_experience` of its own make whole batches by it."""
-        super().__init_subclass__(**kwargs)
-        if "make_experience" in vars(cls):
-            whole = ("is_stream", "room", "num_writing", "num_written", "submit", "write", "score", "finish")
-            for name in whole:
-                if name not in vars(cls):
-                    setattr(cls, name, vars(ExperienceMaker)[name])
-
-    @property
-    def engine(self) -> RolloutEngine:
-        """What writes the responses."""
-        return self._stream.engine
-
-    @engine.setter
-    def engine(self, engine: RolloutEngine) -> None:
-        self._stream = GroupStream(engine)
 
     @property
     def room(self) -> int:
         """How many samples the engine can begin now."""
         return self.engine.room
 
-    @property
-    def num_writing(self) -> int:  # type: ignore[override]
-        """Samples of groups that are not complete."""
-        return self._stream.num_writing
-
-    @property
-    def num_written(self) -> int:
-        """Samples of complete groups that are not scored."""
-        return self._stream.num_written
-
     def submit(self, prompts: PromptBatch, **generate_kwargs: Any) -> None:
-        """Have a response written to each prompt."""
-        options = GenerateOptions.parse(**generate_kwargs).with_tokenizer(getattr(self.reward_model, "tokenizer", None))
+        """Have a response written to each prompt that leaves room for one.
+
+        What there is of the same groups is forgotten: they are made again.
+        """
+        tokenizer = getattr(self.reward_model, "tokenizer", None)
+        self._options = GenerateOptions.parse(**generate_kwargs).with_tokenizer(tokenizer)
         if self.algorithm.uses_groups:
-            prompts.check_groups()
-        limits = self._limits(prompts, options)
-        with self._generating(self.num_writing + len(prompts)):  # an engine makes room for them
-            self._stream.submit(prompts, limits, options, seed=self.seed, in_groups=self.algorithm.uses_groups)
+            _check_groups(prompts)
+        assert prompts.sample_ids is not None
+        ids: list[int] = prompts.sample_ids.tolist()
+        in_groups = self.algorithm.uses_groups and prompts.group_ids is not None
+        numbers = prompts.group_ids.tolist() if in_groups else ids  # type: ignore[union-attr]
+        for number in {*numbers} & self._groups.keys():
+            self._forget(number)
+        limits = self._limits(prompts)
+        groups = {number: _Group(prompts) for number in numbers}
+        for row, (one, number, limit) in enumerate(zip(ids, numbers, limits, strict=True)):
+            groups[number].rows.append(row)
+            if limit > 0:
+                groups[number].missing.add(one)
+                self._group_of[one] = groups[number]
+        self._groups |= groups
+        for group in groups.values():
+            self._count(group, 1)
+        if rows := [row for row, limit in enumerate(limits) if limit > 0]:
+            with self._generating():  # an engine makes room for them
+                self.engine.submit(
+                    RolloutRequest(
+                        input_ids=prompts.input_ids[rows],
+                        attention_mask=prompts.attention_mask[rows],
+                        sample_ids=prompts.sample_ids[rows],
+                        seed=self.seed,
+                        options=self._options,
+                        max_new_tokens=torch.tensor(limits)[rows],
+                    )
+                )
 
     @torch.no_grad()
     def write(self) -> None:
         """Write a few tokens of each response."""
-        with self._generating(self.num_writing):
-            self._stream.advance(self.policy_version)
+        with self._generating():
+            self.engine.commit(self.policy_version)
+            for response in self.engine.advance():
+                group = self._group_of.pop(response.sample_id)
+                self._count(group, -1)
+                group.missing.remove(response.sample_id)
+                self._count(group, 1)
+                group.responses[response.sample_id] = response
 
     @contextlib.contextmanager
-    def _generating(self, num_responses: int) -> Iterator[None]:
+    def _generating(self) -> Iterator[None]:
         """Explain errors of the device, and forget everything that is being written after any."""
         try:
-            with device_errors_explained(f"generating {num_responses} responses", LESS_TO_MAKE):
+            with device_errors_explained(f"generating {self.num_writing} responses", LESS_TO_MAKE):
                 yield
         except BaseException:
-            self._stream.clear()
+            for number in list(self._groups):
+                self._forget(number)
             raise
+
+    def _count(self, group: _Group, sign: int) -> None:
+        """Add the samples of a group to what is written or being written, or take them away."""
+        if group.missing:
+            self.num_writing += sign * len(group.rows)
+        else:
+            self.num_written += sign * len(group.rows)
+
+    def _forget(self, number: int) -> None:
+        group = self._groups.pop(number)
+        self._count(group, -1)
+        self.engine.cancel(group.missing)
+        for one in group.missing:
+            del self._group_of[one]
 
     @torch.no_grad()
     def score(self) -> MakerBatch:
         """Score all complete groups in one pass; reward functions are started and may still run."""
-        prompts, responses = self._stream.take()
+        prompts, responses = self._complete_groups()
         batch = MakerBatch(prompts)
         assert prompts.sample_ids is not None
         ids = prompts.sample_ids.tolist()
@@ -201,16 +245,26 @@ class NaiveExperienceMaker(ExperienceMaker):
                 f"{context_length_of(unwrap(self.actor))}). Shorten the prompts or raise max_length."
             )
             return batch
-        has_response = torch.tensor([one in responses for one in ids])
-        prompts = prompts.select(has_response).to(next(self.actor.parameters()).device)
-        written = [responses[one] for one in ids if one in responses]
-        options = self._stream.options
-        pad_token = options.pad_token(unwrap(self.actor))
+        rows = [row for row, one in enumerate(ids) if one in responses]
+        prompts = prompts.select(rows).to(next(self.actor.parameters()).device)
+        written = [responses[ids[row]] for row in rows]
+        pad_token = self._options.pad_token(unwrap(self.actor))
         rollout = Rollout.of(prompts.input_ids, prompts.attention_mask, written, pad_token=pad_token)
         what = f"scoring {len(prompts)} sequences of up to {rollout.sequences.shape[1]} tokens"
         with self.timeline.span("score"), device_errors_explained(what, LESS_TO_MAKE):
-            self._score(batch, prompts, rollout, options.sampling_temperature)
+            self._score(batch, prompts, rollout)
         return batch
+
+    def _complete_groups(self) -> tuple[PromptBatch, dict[int, Response]]:
+        """Take all complete groups out, in the order in which they were submitted, and the responses by sample id."""
+        rows: dict[PromptBatch, list[int]] = {}
+        responses: dict[int, Response] = {}
+        for number in [number for number, group in self._groups.items() if not group.missing]:
+            group = self._groups.pop(number)
+            rows.setdefault(group.prompts, []).extend(group.rows)
+            responses |= group.responses
+        self.num_written = 0
+        return PromptBatch.joined([prompts.select(sorted(own)) for prompts, own in rows.items()]), responses
 
     @torch.no_grad()
     def finish(self, batch: MakerBatch) -> None:
@@ -232,7 +286,7 @@ class NaiveExperienceMaker(ExperienceMaker):
     def _take_scores(self, batch: MakerBatch, experience: Experience) -> None:
         """Write the pending scores, if there are any, into the experience."""
         if (scores := batch.scores) is not None:
-            experience.reward = self._checked_scores(scores(), experience.sequences)
+            experience.reward = scores()
             batch.note_verdicts(scores)
             batch.metrics |= reward_metrics(scores)
             batch.scores = None
@@ -251,9 +305,9 @@ class NaiveExperienceMaker(ExperienceMaker):
             )
         return experience
 
-    def _limits(self, prompts: PromptBatch, options: GenerateOptions) -> list[int]:
+    def _limits(self, prompts: PromptBatch) -> list[int]:
         """How many tokens each response may get; less than 1 where the prompt leaves no room, which is logged."""
-        context = context_length_of(unwrap(self.actor))
+        options, context = self._options, context_length_of(unwrap(self.actor))
         lengths: list[int] = prompts.attention_mask.sum(dim=1).tolist()
         limits = [min(options.new_token_limit(length), (context or sys.maxsize) - length) for length in lengths]
         if num_dropped := sum(limit < 1 for limit in limits):
@@ -263,14 +317,15 @@ class NaiveExperienceMaker(ExperienceMaker):
             )  # fmt: skip
         return limits
 
-    def _score(self, batch: MakerBatch, prompts: PromptBatch, rollout: Rollout, temperature: float) -> None:
+    def _score(self, batch: MakerBatch, prompts: PromptBatch, rollout: Rollout) -> None:
         """Run all forward passes, with reward functions in the background, and compute what follows from them."""
         sequences, attention_mask, action_mask = rollout.sequences, rollout.attention_mask, rollout.action_mask
         forward = (sequences, attention_mask, action_mask)
-        temperatures = torch.full(action_mask.shape[:1], temperature, device=sequences.device)
+        temperatures = torch.full(action_mask.shape[:1], self._options.sampling_temperature, device=sequences.device)
         scorer = self.reward_model
-        if isinstance(scorer, RewardScorer):
-            batch.scores = scorer.begin(*forward, prompts.columns)
+        if not isinstance(scorer, RewardScorer):
+            scorer = RewardScorer(ModelReward(scorer), tokenizer=None)
+        batch.scores = scorer.begin(*forward, prompts.columns)
         # The engine drew the tokens by these log-probs, so they are the policy's, whatever a second pass would say.
         logprobs = rollout.rollout_log_probs
         references, values = score_with_models(self.initial_model, self.critic, *forward, temperatures)
@@ -295,18 +350,20 @@ class NaiveExperienceMaker(ExperienceMaker):
             is_cut=rollout.is_cut,
             reference_log_probs=references,
         )
-        # Models score now, because the models are free only until the next batch begins.
-        if batch.scores is None:
-            batch.experience.reward = self._checked_scores(scorer(sequences, attention_mask), sequences)
-        elif not batch.scores.is_in_background:
+        if not batch.scores.is_in_background:  # models score now: they are free only until the next batch begins
             self._take_scores(batch, batch.experience)
 
-    def _checked_scores(self, output: Any, sequences: Tensor) -> Tensor:
-        scores = output["logits"] if isinstance(output, Mapping) else output
-        if not isinstance(scores, Tensor) or scores.numel() != sequences.shape[0]:
-            came = f"shape {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-            raise RewardError(
-                f"the reward model {type(self.reward_model).__name__} must return one score for each of "
-                f"{sequences.shape[0]} sequences, got {came}. Return a tensor [B]."
-            )
-        return scores.reshape(-1).float().to(sequences.device)
+
+def _check_groups(prompts: PromptBatch) -> None:
+    """Raise DataError unless every sample has another of its prompt to be compared with."""
+    if prompts.group_ids is None:
+        raise DataError(
+            "the algorithm compares the samples of a prompt, but the batch has no group_ids. "
+            "Pass group_ids, the same number for all samples of a prompt."
+        )
+    sizes = torch.unique(prompts.group_ids, return_counts=True)[1]
+    if int(sizes.min()) < 2:
+        raise DataError(
+            f"the algorithm compares the samples of a prompt, but {int((sizes < 2).sum())} of {len(sizes)} groups "
+            "of the batch have only one. Put at least two samples of each prompt into a batch."
+        )

@@ -1,19 +1,24 @@
 """Prompts in, experience out: which weights are used, when complete groups are scored, dropped samples, records."""
 
 import contextlib
+import dataclasses
 import logging
 from typing import Any
+
+import torch
 
 from coati import faults
 from coati.counting import counted
 from coati.errors import DataError, RewardError
 from coati.experience import Experience
-from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
+from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch
 from coati.experience_maker.scoring import NoSignal
 from coati.experience_maker.statistics import batch_metrics, sample_texts
+from coati.experience_maker.whole_batches import stream_of
 from coati.gpu import device_errors_explained
 from coati.monitor.metrics import Max, Mean, Sum
 from coati.monitor.timeline import Timeline, maker_metrics
+from coati.prompts.batch import PromptBatch
 from coati.rewards import RewardScorer
 from coati.weights.served import ServedModels
 
@@ -51,6 +56,8 @@ class ExperiencePipeline:
         between two tokens, else when nothing is in work."""
         self.timeline = maker.timeline = served.timeline = timeline or Timeline()
         self.maker = maker
+        self.stream = stream_of(maker)
+        """The maker, or what has it make whole batches."""
         self.served = served
         self.num_made = 0
         self.num_dropped = 0
@@ -70,7 +77,7 @@ class ExperiencePipeline:
     @property
     def num_in_work(self) -> int:
         """Samples that were submitted and have not come out of `advance`."""
-        return self.maker.num_writing + self.maker.num_written
+        return self.stream.num_writing + self.stream.num_written
 
     @property
     def takes_more(self) -> bool:
@@ -80,11 +87,11 @@ class ExperiencePipeline:
     def submit(self, prompts: PromptBatch) -> None:
         """Take prompts in."""
         if prompts.sample_ids is None:
-            prompts = prompts.numbered(self._next_sample_id)
+            prompts = dataclasses.replace(prompts, sample_ids=torch.arange(len(prompts)) + self._next_sample_id)
             self._next_sample_id += len(prompts)
         # An engine may move weights to other memory; no update may come in the middle.
         with contextlib.nullcontext() if self._is_using else self.served.use():
-            self.maker.submit(prompts, **self._generate_kwargs)
+            self.stream.submit(prompts, **self._generate_kwargs)
         self._most_in_work = max(self._most_in_work, self.num_in_work)
 
     def advance(self, *, in_batches: bool = False) -> MakerBatch | None:
@@ -94,20 +101,20 @@ class ExperiencePipeline:
         change; with `in_batches`, when all is written. With `in_flight` the models take new weights when this is called
         and no complete group waits, else when nothing is in work.
         """
-        maker = self.maker
+        maker, stream = self.maker, self.stream
         try:
             if not self._is_using:
                 maker.policy_version = self._use.enter_context(self.served.use())
                 self._is_using = True
-            elif self._in_flight and not maker.num_written:
+            elif self._in_flight and not stream.num_written:
                 maker.policy_version = self.served.commit_point()
             faults.reach("maker.generating")
             batch = None
             with device_errors_explained(f"making {self.num_in_work} samples", LESS_TO_MAKE):
-                if maker.num_writing:
-                    maker.write()
-                if maker.num_written and self._is_due(in_batches=in_batches):
-                    batch, self._num_late = maker.score(), 0
+                if stream.num_writing:
+                    stream.write()
+                if stream.num_written and self._is_due(in_batches=in_batches):
+                    batch, self._num_late = stream.score(), 0
                     self._last_scored = batch
                     batch.version, batch.incarnation = maker.policy_version, self.served.incarnation
         except BaseException:
@@ -119,7 +126,7 @@ class ExperiencePipeline:
 
     def _is_due(self, *, in_batches: bool) -> bool:
         """Whether what is written is scored now."""
-        num_writing, num_written = self.maker.num_writing, self.maker.num_written
+        num_writing, num_written = self.stream.num_writing, self.stream.num_written
         if in_batches or not num_writing:
             return not num_writing
         self._num_late += 1
@@ -147,7 +154,7 @@ class ExperiencePipeline:
         """
         try:
             if batch.dropped is None:
-                self.maker.finish(batch)
+                self.stream.finish(batch)
         except AllSamplesDropped as error:
             batch.dropped = error
         if batch.dropped is not None:

@@ -175,7 +175,7 @@ def estimate_advantages(experience: Experience, algorithm: AlgorithmSettings) ->
         return reinforce_returns(rewards, mask, gamma=algorithm.gamma, group_ids=compared), None
     # The estimate may overflow to inf even where there is no penalty, and 0 * inf is nan.
     totals = scores - kl_coef * zero_padding(kl, mask, name="kl").sum(-1) if kl_coef else scores
-    assert group_ids is not None  # see `PromptBatch.check_groups`
+    assert group_ids is not None  # which `NaiveExperienceMaker.submit` checks
     if kind == "leave_one_out":
         return spread(rloo_advantages(totals, group_ids), mask), None
     divide_by: Any = {"group_normalized": "deviation", "group_over_mean": "mean"}.get(kind, "nothing")

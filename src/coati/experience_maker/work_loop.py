@@ -17,11 +17,10 @@ Prompts are drawn when they can be begun, always on the same background thread. 
 could not go to a quicker maker, and would count as made ahead of the trainer without being there.
 """
 
-import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
@@ -30,10 +29,12 @@ from coati.background import BackgroundThread
 from coati.batching import split_experience_batch
 from coati.config import Deadlines
 from coati.experience import Experience
-from coati.experience_maker.base import MakerBatch, OtherWork, PromptBatch, WorkSource
+from coati.experience_maker.base import MakerBatch
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline
+from coati.experience_maker.work_source import WorkSource
 from coati.peers import wait_in_slices
+from coati.prompts.batch import PromptBatch
 
 # Between two checks for rewards, while the loop waits for something else.
 _POLL_SECONDS: Final = 0.02
@@ -73,6 +74,8 @@ class WorkLoop:
         self._samples_kept = samples_kept
         self._offload_to_cpu = offload_to_cpu
         self._timeline = pipeline.timeline
+        # Whether samples are begun while others are being written.
+        self._is_stream = source.capacity > 0 and pipeline.stream.is_stream
         self._pending: deque[MakerBatch] = deque()  # scored, the oldest first
         self._has_started = False  # whether the hooks of a batch have been called
         self._drawn: Future[Any] | None = None  # the next work
@@ -81,16 +84,12 @@ class WorkLoop:
     def run(self) -> None:
         """Work on what the source has until it ends or a stop comes; deliver all that is made."""
         thread = BackgroundThread(name="prompts")
-
-        def draw() -> "Future[Any]":
-            return thread.run(lambda: next(self._work, None))
-
         try:
-            while self._begin_stretch(draw):
+            while self._begin_stretch(thread):
                 with self._timeline.span("generate"):
                     while self._pipeline.num_in_work:
                         self._advance()
-                        self._ask(draw)
+                        self._ask(thread)
                         self._take_drawn()
         except Exception as error:
             try:
@@ -103,14 +102,10 @@ class WorkLoop:
         finally:
             thread.close()
 
-    @functools.cached_property
-    def _work(self) -> Iterator[PromptBatch | OtherWork]:
-        return iter(self._source)
-
     def take_turn(self) -> bool:
         """Do the next work alone, and deliver it, in a process where the trainer waits meanwhile; False if there is
         none now."""
-        work = self._source.poll()
+        work = self._source.poll(self._source.capacity)
         if isinstance(work, PromptBatch):
             self._start_hooks()
             with self._timeline.span("generate"):
@@ -121,12 +116,12 @@ class WorkLoop:
             work.run(self._pipeline)
         return work is not None
 
-    def _begin_stretch(self, draw: Callable[[], "Future[Any]"]) -> bool:
+    def _begin_stretch(self, thread: BackgroundThread) -> bool:
         """Wait until something is in work; False at the end."""
         while not self._pipeline.num_in_work:
             while self._pending and self._pending[0].is_ready:
                 self._finish(self._pending.popleft())
-            self._ask(draw)
+            self._ask(thread)
             if not self._has_more:
                 return False
             if self._drawn is None:  # too much is pending
@@ -135,29 +130,22 @@ class WorkLoop:
                 self._take_drawn()
         return True
 
-    def _ask(self, draw: Callable[[], "Future[Any]"]) -> None:
+    def _ask(self, thread: BackgroundThread) -> None:
         """Have the next work drawn if there is room for it; nothing more after a stop."""
-        has_room = self._has_room()
         if self._stop.is_set():
             self._has_more = False
-        elif self._drawn is None and self._has_more and has_room:
-            self._drawn = draw()
+        elif self._drawn is None and self._has_more and (room := self._room()) is not None:
+            self._drawn = thread.run(lambda: self._source.draw(room))
 
-    def _has_room(self) -> bool:
-        """Whether there is room for more work; tells the source for how much."""
+    def _room(self) -> int | None:
+        """Samples that there is room for; None if there is too little to ask for more work."""
         source, pipeline = self._source, self._pipeline
         num_in_work, num_pending = pipeline.num_in_work, sum(len(batch.prompts) for batch in self._pending)
         if not self._is_stream:
-            return not num_in_work and len(self._pending) < 2
-        source.room = min(source.capacity - num_in_work, pipeline.maker.room)
-        most = min(source.capacity, num_in_work + pipeline.maker.room)
-        is_enough = source.room >= max(source.least, _ASKED_SHARE * most)
-        return (is_enough or not num_in_work) and num_pending <= source.capacity and pipeline.takes_more
-
-    @property
-    def _is_stream(self) -> bool:
-        """Whether samples are begun while others are being written."""
-        return self._source.capacity > 0 and self._pipeline.maker.is_stream
+            return source.capacity if not num_in_work and len(self._pending) < 2 else None
+        room = min(source.capacity - num_in_work, pipeline.stream.room)
+        is_enough = room >= max(source.least, _ASKED_SHARE * (num_in_work + room)) or not num_in_work
+        return room if is_enough and num_pending <= source.capacity and pipeline.takes_more else None
 
     def _await_drawn(self, drawn: "Future[Any]") -> bool:
         """Wait for work that is being drawn; False if a stop comes first."""

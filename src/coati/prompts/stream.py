@@ -18,6 +18,7 @@ import torch
 
 from coati.config import PromptSettings, RolloutSettings
 from coati.errors import ConfigError, DataError
+from coati.prompts.batch import PromptBatch
 from coati.prompts.table import PromptTable
 from coati.randomness import STREAM_PROMPTS, keyed_generator
 
@@ -46,9 +47,8 @@ class _Prompt(NamedTuple):
 class PromptStream:
     """Prompts by their numbers in an endless order; a number means the same prompt to everyone. DataError if none fits.
 
-    A batch is a dict with `input_ids` [B, P] (left-padded) and `attention_mask` [B, P], `sample_ids` [B] and
-    `group_ids` [B] (all int64), `prompt` (B texts, as rendered) and every other column of the table (B values
-    each). Samples of one prompt are adjacent. Prompts that leave no room in the model's `context_length` are skipped.
+    The columns of a batch are `prompt` (B texts, as rendered) and every other column of the table (B values each).
+    Samples of one prompt are adjacent. Prompts that leave no room in the model's `context_length` are skipped.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class PromptStream:
         reasons = (self._prompt(row).skip_reason for row in range(len(self._table)))
         return Counter(reason for reason in reasons if reason is not None)
 
-    def batch(self, numbers: Sequence[int], *, group_size: int = 1) -> tuple[dict[str, Any] | None, dict[int, str]]:
+    def batch(self, numbers: Sequence[int], *, group_size: int = 1) -> tuple[PromptBatch | None, dict[int, str]]:
         """Return a batch of the groups with these numbers, and why some of them cannot be made, by number.
 
         A group is `group_size` samples of one prompt: all of them, or one. None where nothing is left for a batch.
@@ -164,7 +164,7 @@ class PromptStream:
             "tokens. Shorten the prompts, raise prompts.max_tokens, or use a model with a longer context."
         )
 
-    def _collate(self, samples: dict[int, _Prompt]) -> dict[str, Any]:
+    def _collate(self, samples: dict[int, _Prompt]) -> PromptBatch:
         prompts = list(samples.values())
         length = max(len(prompt.ids) for prompt in prompts)
         if self._context_length is not None and length + self._max_new_tokens > self._context_length:
@@ -177,14 +177,14 @@ class PromptStream:
         ids = [[self._pad_id] * gap + prompt.ids.tolist() for gap, prompt in zip(gaps, prompts, strict=True)]
         sample_ids = torch.tensor(list(samples), dtype=torch.long)  # [B]
         rows = [self._table.rows[prompt.row] for prompt in prompts]
-        return {
-            "input_ids": torch.tensor(ids, dtype=torch.long),  # [B, P]
-            "attention_mask": torch.tensor([[0] * gap + [1] * (length - gap) for gap in gaps], dtype=torch.long),
-            "sample_ids": sample_ids,
-            "group_ids": sample_ids // self._samples_per_prompt,
-            "prompt": [prompt.text for prompt in prompts],
-            **{name: [row.get(name) for row in rows] for name in self._columns},
-        }
+        columns = {name: [row.get(name) for row in rows] for name in self._columns}
+        return PromptBatch(
+            torch.tensor(ids, dtype=torch.long),
+            torch.tensor([[0] * gap + [1] * (length - gap) for gap in gaps], dtype=torch.long),
+            sample_ids=sample_ids,
+            group_ids=sample_ids // self._samples_per_prompt,
+            columns={"prompt": [prompt.text for prompt in prompts], **columns},
+        )
 
 
 def _levels(table: PromptTable, curriculum: str) -> list[float]:

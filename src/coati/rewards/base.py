@@ -115,27 +115,29 @@ class Reward:
 
 
 class ModelReward(Reward):
-    """Scores tokens with a module called as `model(sequences, attention_mask)`, which returns [B].
+    """Scores tokens with a module called as `model(sequences, attention_mask)`, which returns one score per sequence.
 
     The module is switched to evaluation mode: dropout would make its scores noisy.
     """
 
-    def __init__(self, model: nn.Module, name: str = "model") -> None:
-        self.name = name
-        self._model = model.eval()
+    def __init__(self, model: Any, name: str = "") -> None:
+        self.name = name or type(model).__name__
+        self._model = model.eval() if isinstance(model, nn.Module) else model
 
     def score(self, request: RewardRequest) -> Tensor:
         """Return one score per sample, [B] float32, on the device of the sequences; NaN for non-finite ones."""
-        device = next((parameter.device for parameter in self._model.parameters()), request.sequences.device)
+        parameters = self._model.parameters() if isinstance(self._model, nn.Module) else iter(())
+        device = next((parameter.device for parameter in parameters), request.sequences.device)
         with torch.no_grad():
-            scores = self._model(request.sequences.to(device), request.attention_mask.to(device))  # [B]
-        if not isinstance(scores, Tensor) or scores.shape != (len(request),):
-            came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+            output = self._model(request.sequences.to(device), request.attention_mask.to(device))
+        scores = output["logits"] if isinstance(output, Mapping) else output
+        if not isinstance(scores, Tensor) or scores.numel() != len(request):
+            came = f"shape {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             raise RewardError(
-                f"Reward model {self.name!r} must return one score per sequence, shape ({len(request)},), got {came}. "
-                "Use coati.models.RewardModel, or a module that squeezes its output to [B]."
+                f"Reward model {self.name!r} must return one score for each of {len(request)} sequences, got {came}. "
+                "Use coati.models.RewardModel, or a module that returns a tensor [B]."
             )
-        scores = scores.to(request.sequences.device, torch.float32)
+        scores = scores.reshape(-1).to(request.sequences.device, torch.float32)
         return torch.where(scores.isfinite(), scores, torch.full_like(scores, math.nan))
 
 

@@ -8,7 +8,7 @@ from coati.config import Deadlines
 from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker.base import AllSamplesDropped, MakerBatch
-from coati.experience_maker.leased_prompts import LeasedPrompts
+from coati.experience_maker.work_source import LeasedPrompts
 from coati.ledger import LeaseRequest, LedgerRules
 
 
@@ -77,19 +77,19 @@ def ids(batch):
 
 def test_a_batch_is_what_was_leased_and_what_is_made_of_it_bears_its_leases():
     story = Story()
-    batch = story.prompts.poll()
+    batch = story.prompts.poll(4)
     assert ids(batch) == [0, 1, 2, 3]
     items = story.settle(batch)
     assert [item.lease for item in items] == [(0, 0), (1, 0), (2, 0), (3, 0)]
     story.deliver(items)
     assert story.waiting == [4]
-    assert ids(story.prompts.poll()) == [4, 5, 6, 7]
-    assert story.prompts.poll() is None, "all that may be ahead is granted"
+    assert ids(story.prompts.poll(4)) == [4, 5, 6, 7]
+    assert story.prompts.poll(4) is None, "all that may be ahead is granted"
 
 
 def test_several_trainers_are_asked_for_equal_parts():
     story = Story(trainers=2)
-    first, second = story.prompts.poll(), story.prompts.poll()
+    first, second = story.prompts.poll(4), story.prompts.poll(4)
     assert (ids(first), ids(second)) == ([0, 1, 2, 3], [4, 5, 6, 7])
     story.deliver(story.settle(first) + story.settle(second))
     assert story.waiting == [4, 4]
@@ -97,57 +97,57 @@ def test_several_trainers_are_asked_for_equal_parts():
 
 def test_a_group_of_which_a_sample_is_missing_is_dropped_whole_and_the_trainer_hears_why():
     story = Story(group_size=2)
-    items = story.settle(story.prompts.poll(), without=[3])
+    items = story.settle(story.prompts.poll(4), without=[3])
     assert [int(item.sample_ids) for item in items] == [0, 1]
-    assert ids(story.prompts.poll()) == [4, 5, 6, 7]
+    assert ids(story.prompts.poll(4)) == [4, 5, 6, 7]
     assert story.endings() == [(1, "dropped by the maker")]
-    story.prompts.poll()
+    story.prompts.poll(4)
     assert story.endings() == [], "it is said once"
 
 
 def test_of_a_batch_that_is_dropped_nothing_is_delivered_and_others_are_leased():
     story = Story(lead=0)
-    batch = story.prompts.poll()
-    assert story.prompts.poll() is None
+    batch = story.prompts.poll(4)
+    assert story.prompts.poll(4) is None
     assert story.settle(batch, dropped=AllSamplesDropped("no reward was finite")) == []
-    assert ids(story.prompts.poll()) == [4, 5, 6, 7]
+    assert ids(story.prompts.poll(4)) == [4, 5, 6, 7]
     assert story.endings() == [(number, "no reward was finite") for number in range(4)]
 
 
 def test_trainers_can_be_told_what_came_to_nothing_without_a_request_for_more():
     story = Story(lead=0)
-    story.settle(story.prompts.poll(), dropped=AllSamplesDropped("no reward was finite"))
+    story.settle(story.prompts.poll(4), dropped=AllSamplesDropped("no reward was finite"))
     story.prompts.settle()
     assert [number for number, _ in story.endings()] == [0, 1, 2, 3]
     assert story.trainers[0].requests[-1].wanted == 0
-    assert ids(story.prompts.poll()) == [4, 5, 6, 7], "nothing was granted meanwhile"
+    assert ids(story.prompts.poll(4)) == [4, 5, 6, 7], "nothing was granted meanwhile"
 
 
 def test_prompts_that_cannot_be_used_are_given_back_with_the_reason():
     story = Story(lead=0, unusable=[0, 2, 4])
-    assert ids(story.prompts.poll()) == [1, 3]
-    assert ids(story.prompts.poll()) == [5]
+    assert ids(story.prompts.poll(4)) == [1, 3]
+    assert ids(story.prompts.poll(4)) == [5]
     assert story.endings() == [(0, "prompt skipped, too long"), (2, "prompt skipped, too long")]
-    assert ids(story.prompts.poll()) == [6]
+    assert ids(story.prompts.poll(4)) == [6]
 
 
 @pytest.mark.parametrize("drop", ["drop_call", "drop_reply"])
 def test_a_request_whose_answer_is_lost_is_repeated_and_grants_nothing_twice(drop):
     story = Story(unusable=[0])
-    story.prompts.poll()
+    story.prompts.poll(4)
     getattr(story.peers, drop)("trainer-0", "lease")
-    assert ids(story.prompts.poll()) == [4, 5, 6, 7]
+    assert ids(story.prompts.poll(4)) == [4, 5, 6, 7]
     assert story.waits == 1
-    assert story.prompts.poll() is not None, "one more for the one that was given back"
-    assert story.prompts.poll() is None
+    assert story.prompts.poll(4) is not None, "one more for the one that was given back"
+    assert story.prompts.poll(4) is None
 
 
 def test_a_lease_that_is_granted_again_to_a_maker_that_is_still_at_it_counts_for_what_is_made_anew():
     """It stalled: its leases were released, and it gets them again before its old batch is finished."""
     story = Story()
-    old = story.prompts.poll()
+    old = story.prompts.poll(4)
     story.trainers[0].buffer.release("maker", "does not respond")
-    new = story.prompts.poll()
+    new = story.prompts.poll(4)
     assert ids(old) == ids(new)
     items = story.settle(old)
     assert {item.lease[1] for item in items} == {0}
@@ -161,12 +161,12 @@ def test_a_lease_that_is_granted_again_to_a_maker_that_is_still_at_it_counts_for
 
 def test_a_lease_that_is_granted_again_may_come_to_nothing_both_times():
     story = Story()
-    old = story.prompts.poll()
+    old = story.prompts.poll(4)
     story.trainers[0].buffer.release("maker", "does not respond")
-    new = story.prompts.poll()
+    new = story.prompts.poll(4)
     story.settle(old, without=[0])
     story.settle(new, without=[0, 1])
-    story.prompts.poll()
+    story.prompts.poll(4)
     leases = [tuple(end.lease) for end in story.trainers[0].requests[-1].endings]
     assert leases == [(0, 0), (0, 2), (1, 2)]
 
@@ -174,15 +174,15 @@ def test_a_lease_that_is_granted_again_may_come_to_nothing_both_times():
 def test_a_trainer_that_is_dead_or_not_there_grants_nothing():
     story = Story(trainers=2)
     story.peers.kill_at("trainer-1", "lease")
-    assert ids(story.prompts.poll()) == [0, 2]
-    assert ids(story.prompts.poll()) == [4, 6]
+    assert ids(story.prompts.poll(4)) == [0, 2]
+    assert ids(story.prompts.poll(4)) == [4, 6]
 
 
 def test_a_trainer_that_does_not_answer_is_named():
     story = Story(seconds=0.05)
     held = story.peers.hold("trainer-0", "lease")
     with pytest.raises(DeadlineExceeded, match=r"trainer-0.*leases"):
-        story.prompts.poll()
+        story.prompts.poll(4)
     held.release()
 
 
@@ -190,7 +190,7 @@ def test_what_a_trainer_raises_is_raised_with_its_name():
     story = Story()
     story.trainers[0].error = ConfigError("no leases here")
     with pytest.raises(ConfigError, match="no leases here") as caught:
-        story.prompts.poll()
+        story.prompts.poll(4)
     assert "trainer-0" in caught.value.__notes__[0]
 
 
@@ -206,7 +206,7 @@ def test_batches_come_until_a_stop_and_new_weights_are_waited_for_in_between():
         story.is_stopped = story.version == 3
 
     story.prompts._wait = train
-    for batch in story.prompts:
+    while (batch := story.prompts.draw(4)) is not None:
         seen.append((story.version, ids(batch)))
         story.deliver(story.settle(batch))
     assert seen == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7]), (2, [8, 9, 10, 11])]
@@ -216,17 +216,17 @@ def test_batches_come_until_a_stop_and_new_weights_are_waited_for_in_between():
 def test_requests_say_who_asks_for_how_much():
     story = Story(trainers=3, group_size=2)
     story.version = 0
-    story.prompts.poll()
+    story.prompts.poll(4)
     assert story.trainers[1].requests == [LeaseRequest("maker", 1, 0, 2)], "at least one group of each"
 
 
 def test_trainers_that_answer_are_heard_of_and_a_maker_at_other_work_tells_them(monkeypatch):
     now = [7.0]
-    monkeypatch.setattr("coati.experience_maker.leased_prompts.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("coati.experience_maker.work_source.time.monotonic", lambda: now[0])
     story = Story(trainers=2)
     for trainer in story.trainers:
         trainer.buffer._clock = lambda: now[0]
-    story.prompts.poll()
+    story.prompts.poll(4)
     assert story.prompts.last_answer == 7.0
     assert [trainer.buffer.last_progress for trainer in story.trainers] == [0.0, 0.0]
     now[0] = 8.0
@@ -235,5 +235,5 @@ def test_trainers_that_answer_are_heard_of_and_a_maker_at_other_work_tells_them(
     now[0] = 9.0
     for name in ("trainer-0", "trainer-1"):
         story.peers.kill(name)
-    story.prompts.poll()
+    story.prompts.poll(4)
     assert story.prompts.last_answer == 8.0

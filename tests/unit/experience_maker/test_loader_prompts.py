@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from coati.errors import DataError
-from coati.experience_maker.loader_prompts import LoaderPrompts
+from coati.experience_maker.work_source import LoaderPrompts
 
 
 def drawn(*args, **kwargs):
-    return [len(batch) for batch in LoaderPrompts(*args, **kwargs)]
+    source = LoaderPrompts(*args, **kwargs)
+    return [len(batch) for batch in iter(lambda: source.draw(0), None)]
 
 
 def test_passes_and_steps():

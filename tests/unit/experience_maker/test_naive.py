@@ -14,10 +14,10 @@ from transformers import LlamaForSequenceClassification
 from coati.config import AlgorithmSettings
 from coati.errors import ConfigError, DataError, GenerateOptionError, RewardError
 from coati.experience_maker import AllSamplesDropped, NaiveExperienceMaker, naive
-from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.scoring import NoSignal
 from coati.models import Actor, Critic, RewardModel, action_values
+from coati.prompts.batch import PromptBatch
 from coati.rewards import Reward, RewardScorer
 from coati.rollout import ReferenceEngine
 from coati.weights.served import ServedModels
@@ -205,7 +205,7 @@ def test_kl_is_zero_while_the_actor_is_the_initial_model(make_maker, llama):
 
 def test_the_engine_is_watched_and_found_exact(make_maker):
     input_ids, attention_mask = padded(PROMPTS, 0)
-    prompts = PromptBatch.parse({"input_ids": input_ids, "attention_mask": attention_mask}).numbered(0)
+    prompts = PromptBatch(input_ids, attention_mask, torch.arange(len(input_ids)))
     batch = begun(make_maker(engine="native"), prompts, max_new_tokens=6)
     assert batch.metrics["rollout/logprob_gap"].weight == int(batch.experience.action_mask[:2].sum())
     assert batch.metrics["rollout/logprob_gap_max"].value < 1e-5
@@ -314,7 +314,7 @@ def test_a_hand_written_reward_model_returns_one_score_per_sample(make_maker, sh
     ],
 )
 def test_the_wrong_number_of_scores_is_a_reward_error(make_maker, scores, came):
-    with pytest.raises(RewardError, match=f"Scores must return one score for each of 4 sequences, got {came}"):
+    with pytest.raises(RewardError, match=f"'Scores' must return one score for each of 4 sequences, got {came}"):
         make_experience(make_maker(reward_model=Scores(scores)))
 
 
@@ -394,7 +394,7 @@ def test_ids_key_the_text_and_the_seed_changes_it(make_maker):
 
 @pytest.mark.parametrize("name", ["sample_ids", "group_ids"])
 def test_ids_must_be_one_for_each_prompt(make_maker, name):
-    with pytest.raises(DataError, match=rf"{name} must be \[4\], one for each prompt, got \[3\]"):
+    with pytest.raises(DataError, match=f"'{name}' of a batch .* each of its 4 prompts, got 3"):
         make_experience(make_maker(), **{name: torch.arange(3)})
 
 
@@ -409,7 +409,7 @@ def test_a_sample_without_a_finite_reward_is_dropped_with_a_warning(make_maker, 
     assert experience.reward.tolist() == [1.0, 2.0]
     assert [prompt for prompt, _ in texts(experience)] == [PROMPTS[0], PROMPTS[3]]
     assert all(tensor.isfinite().all() for _, tensor in experience.tensors())
-    assert "no finite reward: 2 of 4 samples (sample ids [12, 13])" in caplog.text
+    assert "no score by 'Scores': 2 of 4 samples (sample ids [12, 13])" in caplog.text
 
 
 def test_a_batch_without_a_finite_reward_is_dropped_whole(make_maker):
@@ -444,7 +444,7 @@ def test_a_number_of_the_models_that_is_not_finite_costs_its_sample(make_maker, 
     monkeypatch.setattr(naive, "score_with_models", score_poisoned)
     batch = begun(
         maker,
-        PromptBatch.parse(dict(zip(("input_ids", "attention_mask"), padded(PROMPTS), strict=True))).numbered(0),
+        PromptBatch(*padded(PROMPTS), torch.arange(len(PROMPTS))),
         max_new_tokens=6,
     )
     maker.finish(batch)
@@ -557,7 +557,7 @@ def test_a_mask_of_another_shape_is_refused(make_maker):
 
 
 def test_a_column_of_another_length_is_refused(make_maker):
-    with pytest.raises(DataError, match="column 'answer'"):
+    with pytest.raises(DataError, match="'answer' of a batch"):
         make_experience(make_maker(), columns={"answer": ["a"]})
 
 
@@ -643,7 +643,7 @@ def test_samples_that_cannot_be_compared_are_refused_before_they_are_made(make_m
 def test_a_prompt_with_a_hole_is_refused(make_maker):
     input_ids, attention_mask = padded(PROMPTS)
     attention_mask[2, 1] = 0
-    with pytest.raises(DataError, match="a zero after a one"):
+    with pytest.raises(DataError, match="zeros and then ones"):
         make_maker().make_experience(input_ids, attention_mask, max_new_tokens=2)
 
 

@@ -6,7 +6,6 @@ import torch
 
 from coati.errors import DataError, RewardError
 from coati.experience_maker import AllSamplesDropped, ExperienceMaker
-from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import (
     MAX_BATCHES_WITHOUT_SIGNAL,
     MAX_EMPTY_BATCHES,
@@ -14,6 +13,7 @@ from coati.experience_maker.pipeline import (
     ExperiencePipeline,
 )
 from coati.experience_maker.scoring import NoSignal
+from coati.prompts.batch import PromptBatch
 from coati.weights.served import ServedModels, VerifiedUpdate
 
 

@@ -5,13 +5,13 @@ import doctest
 import pytest
 import torch
 
-import coati.experience_maker.base as base
+import coati.prompts.batch as batch_module
 from coati.errors import DataError
-from coati.experience_maker.base import PromptBatch
+from coati.prompts.batch import PromptBatch
 
 
 def test_docstring_examples_run():
-    result = doctest.testmod(base)
+    result = doctest.testmod(batch_module)
     assert result.attempted > 0
     assert result.failed == 0
 
@@ -56,12 +56,12 @@ def test_select_takes_the_same_prompts_of_everything():
             "answer": ["a", "b", "c"],
         }
     )
-    part = batch.select(slice(1, 3))
+    part = batch.select([1, 2])
     assert part.input_ids.tolist() == [[2], [3]]
     assert part.attention_mask.tolist() == [[1], [1]]
     assert (part.sample_ids.tolist(), part.group_ids.tolist()) == ([5, 6], [8, 9])
     assert part.columns == {"answer": ["b", "c"]}
-    bare = PromptBatch.parse(torch.tensor([[1], [2]])).select(slice(0, 1))
+    bare = PromptBatch.parse(torch.tensor([[1], [2]])).select([0])
     assert (len(bare), bare.sample_ids, bare.group_ids) == (1, None, None)
 
 
@@ -78,8 +78,8 @@ def test_select_takes_the_same_prompts_of_everything():
             {"input_ids": [[1]], "attention_mask": [1]},
             r"attention_mask of a batch must be \[B, P\].*got \[1\]",
         ),
-        ({"input_ids": [[1]], "answer": ["a", "b"]}, "column 'answer' .* each of its 1 prompts, got 2"),
-        ({"input_ids": [[1]], "answer": 7}, "column 'answer' .* each of its 1 prompts, got int"),
+        ({"input_ids": [[1]], "answer": ["a", "b"]}, "'answer' of a batch .* each of its 1 prompts, got 2"),
+        ({"input_ids": [[1]], "answer": 7}, "'answer' of a batch .* each of its 1 prompts, got int"),
     ],
 )
 def test_a_bad_batch_is_an_error_that_says_what_came(batch, message):

@@ -10,13 +10,14 @@ from coati.config import AlgorithmSettings
 from coati.errors import RewardError
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker import NaiveExperienceMaker
-from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
+from coati.experience_maker.work_source import LeasedPrompts
 from coati.ledger import LedgerRules
 from coati.models import Actor
 from coati.monitor.records import RecordLog
 from coati.peers import LocalPeers
+from coati.prompts.batch import PromptBatch
 from coati.rewards import FunctionReward, RewardScorer, WeightedSum
 from coati.rewards.calling import Verdict
 from coati.weights.served import ServedModels
@@ -42,7 +43,9 @@ class Prompts:
         ids = [number * group_size + part for number in numbers for part in range(group_size)]
         groups = [number for number in numbers for _ in range(group_size)]
         columns = {"number": ids, "prompt": [f"prompt {group}" for group in groups]}
-        return {"input_ids": torch.full([len(ids), 2], 3), "sample_ids": ids, "group_ids": groups, **columns}, {}
+        tokens = {"input_ids": torch.full([len(ids), 2], 3)}
+        prompts = {**tokens, "sample_ids": ids, "group_ids": groups, **columns}
+        return (PromptBatch.parse(prompts) if ids else None), {}
 
 
 class Rig:
@@ -77,12 +80,12 @@ class Rig:
 
     def make(self):
         """Make one batch, and ask for the next."""
-        batch = self.pipeline.begin(self.prompts.poll())
+        batch = self.pipeline.begin(self.prompts.poll(8))
         experience = self.pipeline.finish(batch)
         self.buffer.extend(
             self.prompts.attach_leases(batch, [] if experience is None else split_experience_batch(experience))
         )
-        self.again = self.prompts.poll()
+        self.again = self.prompts.poll(8)
         return batch
 
 
@@ -178,7 +181,7 @@ def test_a_batch_of_nothing_but_failures_is_in_quarantine_and_not_dropped(llama)
 
 def test_over_the_budget_the_run_ends_with_the_reason(llama):
     rig = Rig(llama, bad=[2, 4, 7], max_quarantined=2)
-    batch = rig.pipeline.begin(rig.prompts.poll())
+    batch = rig.pipeline.begin(rig.prompts.poll(8))
     with pytest.raises(RewardError, match=r"3 groups .* reward.max_quarantined \(2\).*The last: .*'no 7'"):
         rig.pipeline.finish(batch)
     assert len(batch.quarantined) == 3  # to be written down all the same
@@ -186,7 +189,7 @@ def test_over_the_budget_the_run_ends_with_the_reason(llama):
 
 def test_the_budget_counts_samples_where_they_are_not_compared(llama):
     rig = Rig(llama, bad=[2, 3], max_quarantined=1, algorithm="reinforce++")
-    batch = rig.pipeline.begin(rig.prompts.poll())
+    batch = rig.pipeline.begin(rig.prompts.poll(8))
     with pytest.raises(RewardError, match=r"2 groups .* reward.max_quarantined \(1\)"):
         rig.pipeline.finish(batch)
     assert batch.quarantined_ids == {2, 3}
@@ -203,7 +206,8 @@ def test_without_a_budget_the_reward_ends_the_run_with_its_own_error(llama):
 def test_the_work_loop_records_what_is_in_quarantine_before_it_fails(llama, max_quarantined):
     rig, log = Rig(llama, bad=[2, 7], max_quarantined=max_quarantined), RecordLog()
     sender = SimpleNamespace(send=rig.buffer.extend, has_room=lambda: True, collect=lambda: None)
-    rig.prompts.__class__ = type("Once", (LeasedPrompts,), {"__iter__": lambda self: iter([self.poll()])})
+    work = iter([rig.prompts.poll(8)])
+    rig.prompts.draw = lambda room: next(work, None)
     loop = WorkLoop(rig.pipeline, rig.prompts, sender, record=log.append)
     if max_quarantined == 1:
         with pytest.raises(RewardError, match="2 groups"):

@@ -13,10 +13,11 @@ from tiny import llama
 
 from coati.config import AlgorithmSettings, Deadlines
 from coati.experience_maker import NaiveExperienceMaker
-from coati.experience_maker.base import PromptBatch, WorkSource
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
+from coati.experience_maker.work_source import WorkSource
 from coati.models import Actor, Critic
+from coati.prompts.batch import PromptBatch
 from coati.rewards import FunctionReward, RewardScorer
 from coati.rollout import Response
 from coati.weights.served import ServedModels, VerifiedUpdate
@@ -78,18 +79,17 @@ class Source(WorkSource):
 
     def __init__(self, total, capacity, group_size):
         self.capacity, self.least, self._total, self._size = capacity, group_size, total, group_size
-        self.asked, self.settled, self.extra = [], [], []
+        self.asked, self.settled, self.extra, self._first = [], [], [], 0
 
-    def __iter__(self):
-        first = 0
-        while first < self._total:
-            self.asked.append(self.room)
-            room = self.capacity if self.room is None else self.room
-            end = min(self._total, first + max(1, room // self._size) * self._size)
-            yield self.batch(range(first, end))
-            first = end
-            yield from self.extra
-            self.extra = []
+    def draw(self, room):
+        self.asked.append(room)
+        if self._first and self.extra:
+            return self.extra.pop(0)
+        if self._first == self._total:
+            return None
+        first = self._first
+        self._first = min(self._total, first + max(1, room // self._size) * self._size)
+        return self.batch(range(first, self._first))
 
     def batch(self, ids):
         ids = torch.tensor(list(ids))

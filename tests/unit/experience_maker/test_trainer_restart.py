@@ -16,6 +16,7 @@ from coati.background import run_in_background
 from coati.config import Deadlines
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.ledger import LedgerRules
+from coati.prompts.batch import PromptBatch
 from coati.prompts.stream import PromptStream
 from coati.trainer.strategies import DDPStrategy
 
@@ -31,7 +32,8 @@ class Prompts(PromptStream):
         self.skipped = Counter()
 
     def batch(self, numbers, *, group_size):
-        return {"input_ids": torch.full((len(numbers), 2), 3), "sample_ids": numbers, "group_ids": numbers}, {}
+        ids, tokens = torch.tensor(numbers), torch.full((len(numbers), 2), 3)
+        return (PromptBatch(tokens, torch.ones_like(tokens), ids, ids) if numbers else None), {}
 
 
 class Trainer:

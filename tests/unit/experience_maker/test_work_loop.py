@@ -10,11 +10,12 @@ import pytest
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded, RewardError
 from coati.experience_maker import NaiveExperienceMaker, work_loop
-from coati.experience_maker.base import PromptBatch, WorkSource
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
+from coati.experience_maker.work_source import WorkSource
 from coati.models import Actor, Critic
 from coati.monitor.records import RecordLog
+from coati.prompts.batch import PromptBatch
 from coati.rewards import FunctionReward, PendingScores, RewardScorer, WeightedSum
 from coati.rollout import ReferenceEngine
 from coati.weights.served import ServedModels, VerifiedUpdate
@@ -55,10 +56,11 @@ class Source(WorkSource):
     """What a test yields."""
 
     def __init__(self):
-        self.batches, self.settled, self.num_kept_back = (), [], 0
+        self.batches, self.settled, self.num_kept_back = iter(()), [], 0
 
-    def __iter__(self):
-        return (PromptBatch.parse(batch) for batch in self.batches)
+    def draw(self, room):
+        batch = next(self.batches, None)
+        return batch and PromptBatch.parse(batch)
 
     def attach_leases(self, batch, items):
         self.settled.append((int(batch.prompts.sample_ids[0]), len(items)))
@@ -116,7 +118,7 @@ class Rig:
         return self.log.since(0).records
 
     def run(self, num_batches=3, *, prompts=None):
-        self.source.batches = prompts or self.prompts(num_batches)
+        self.source.batches = iter(prompts or self.prompts(num_batches))
         self.loop.run()
         return [step for step in self.story if not step.startswith("on_")]
 

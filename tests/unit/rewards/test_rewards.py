@@ -330,8 +330,9 @@ def test_a_model_scores_tokens_without_gradients_or_dropout():
 
 
 def test_a_model_with_the_wrong_shape_or_a_bad_score():
-    with pytest.raises(RewardError, match=r"'rm'.*shape \(2,\), got shape \(2, 1\)"):
-        ModelReward(LastToken((2, 1)), "rm").score(request_of("a", "b"))
+    assert ModelReward(LastToken((2, 1))).score(request_of("a", "b")).shape == (2,)
+    with pytest.raises(RewardError, match=r"'rm'.* each of 2 sequences, got shape \[3\]"):
+        ModelReward(lambda *_: torch.zeros(3), "rm").score(request_of("a", "b"))
     model = LastToken()
     model.weight.data.fill_(math.inf)
     assert ModelReward(model).score(request_of("a")).isnan().all()

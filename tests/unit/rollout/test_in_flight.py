@@ -7,9 +7,9 @@ import torch
 from transformers import LlamaConfig
 
 from coati.experience_maker import NaiveExperienceMaker
-from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.models import Actor, Critic, RewardModel
+from coati.prompts.batch import PromptBatch
 from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
 from coati.rollout import generate as generate_with
 from coati.weights.served import ServedModels, VerifiedUpdate

@@ -23,9 +23,9 @@ from weight_testing import Maker, header_of, messages_of
 from coati.batching import make_experience_batch, split_experience_batch
 from coati.errors import WeightUpdateError
 from coati.experience_maker import NaiveExperienceMaker
-from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.models import action_logprobs, action_values
+from coati.prompts.batch import PromptBatch
 from coati.weights.message import WeightMessage
 
 NUM_PROMPT_TOKENS = 3

@@ -1,27 +1,109 @@
-"""Where a maker's work comes from in a run: leases from the trainers, and the prompts that these stand for."""
+"""Where a maker's work comes from: leases from trainers, and the prompts that these stand for, or a data loader."""
 
 import dataclasses
-import threading
+import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from coati.config import Deadlines
-from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
+from coati.errors import DataError, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
 from coati.experience import BufferItem
-from coati.experience_maker.base import MakerBatch, OtherWork, PromptBatch, WorkSource
+from coati.experience_maker.base import MakerBatch
 from coati.ledger.rules import Ending, Lease, LeaseRequest, LedgerRules
 from coati.peers import Peers
+from coati.prompts.batch import PromptBatch
 from coati.prompts.stream import PromptStream
 from coati.weights.served import ServedModels
 
 # Between two requests, if no new weights come first.
 _POLL_SECONDS = 0.05
 _REASON_CHARACTERS = 200
+
+
+class OtherWork(Protocol):
+    """What a maker does now and then besides making experience: an evaluation."""
+
+    def run(self, pipeline: Any, tell: Callable[[], None] = lambda: None) -> None:
+        """Do it, with nothing else in the maker's hands. `pipeline` is its `ExperiencePipeline`.
+
+        Call `tell` now and then: trainers wait for a maker as long as they hear that it works.
+        """
+
+
+class WorkSource(ABC):
+    """Gives a maker its work, and takes account of what came of it. The attributes are those of a data loader."""
+
+    wait_name = "wait_prompts"
+    """The activity of a maker that waits for prompts."""
+    capacity = 0
+    """Samples that a maker works on at a time, with others coming as some have ended; 0 for whole batches."""
+    least = 1
+    """Fewest samples that come at once."""
+    num_skipped = 0
+    """Prompts that were skipped so far."""
+    awaited = "the next batch of prompts. Check what the data loader waits for"
+    """What a maker waits for when it waits for prompts, for messages."""
+    last_answer = 0.0
+    """When whoever gives out work last said that there is none yet, by the monotonic clock."""
+
+    @abstractmethod
+    def draw(self, room: int) -> PromptBatch | OtherWork | None:
+        """Wait for prompts for up to `room` samples, or for other work that comes first; None at the end."""
+
+    def poll(self, room: int) -> PromptBatch | OtherWork | None:
+        """Return what may be begun now; None if that is nothing. A data loader only waits."""
+        return self.draw(room)
+
+    def settle(self) -> None:  # noqa: B027  (without leases there is nothing to tell)
+        """Tell trainers what became of their leases, and that the maker is at other work."""
+
+    def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:  # noqa: ARG002
+        """Account for what was made of a batch; returns what is to be delivered."""
+        return items
+
+
+class LoaderPrompts(WorkSource):
+    """`num_steps` batches of as many passes over `loader_fn()` as it takes, or else `num_epochs` passes.
+
+    >>> loader = [{"input_ids": [[1, 2], [3, 4]]}, {"input_ids": [[5]]}]
+    >>> source = LoaderPrompts(lambda: loader, num_steps=3)
+    >>> [len(source.draw(0)) for _ in range(3)], source.draw(0)
+    ([2, 1, 2], None)
+    """
+
+    def __init__(
+        self,
+        loader_fn: Callable[[], Iterable[Any]],
+        num_epochs: int = 1,
+        num_steps: int = 0,
+        *,
+        maker: str = "this maker",
+    ) -> None:
+        self._loader_fn, self._maker = loader_fn, maker
+        passes = itertools.count() if num_steps > 0 else range(num_epochs)
+        batches = (batch for _ in passes for batch in self._one_pass())
+        self._batches = itertools.islice(batches, num_steps if num_steps > 0 else None)
+
+    def draw(self, room: int) -> PromptBatch | None:  # noqa: ARG002  (the loader decides)
+        """Return the loader's next batch."""
+        batch = next(self._batches, None)
+        return None if batch is None else PromptBatch.parse(batch)
+
+    def _one_pass(self) -> Iterator[Any]:
+        is_empty = True
+        for batch in self._loader_fn():
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise DataError(
+                f"dataloader_fn() of maker {self._maker} gave no batch. Is the dataset empty, or smaller than one "
+                "batch with drop_last=True?"
+            )
 
 
 class LeasedPrompts(WorkSource):
@@ -61,33 +143,34 @@ class LeasedPrompts(WorkSource):
         self.capacity = stream.samples_per_batch
         self.least = rules.group_size * len(self._trainers)
         self._num_requests = 0
-        self._endings: dict[str, deque[Ending]] = {name: deque() for name in self._trainers}
-        self._endings_lock = threading.Lock()  # leases are asked for in another thread
+        # What trainers have not been told. Leases are asked for in another thread, but each change of a list is whole.
+        self._endings: dict[str, list[Ending]] = {name: [] for name in self._trainers}
 
-    def __iter__(self) -> Iterator[PromptBatch | OtherWork]:
-        """Yield batches until a stop; waits for leases in between, as long as trainers answer."""
+    def draw(self, room: int) -> PromptBatch | OtherWork | None:
+        """Wait for leases as long as trainers answer; None after a stop."""
         while not self._should_stop():
-            if (found := self.poll()) is not None:
-                yield found
-            else:
-                self._wait(_POLL_SECONDS)
+            if (found := self.poll(room)) is not None:
+                return found
+            self._wait(_POLL_SECONDS)
+        return None
 
     @property
     def awaited(self) -> str:  # type: ignore[override]
         """What its maker waits for."""
         return f"leases for maker {self._maker}, which serves version {self._served.version}"
 
-    def poll(self) -> PromptBatch | OtherWork | None:
+    def poll(self, room: int) -> PromptBatch | OtherWork | None:
         """Ask once; None if nothing may be made now."""
         if (work := self._other_work()) is not None:
             return work
-        epochs, size = dict(sorted(self._request())), self._rules.group_size
-        raw, unusable = self._stream.batch(list(epochs), group_size=size) if epochs else (None, {})
+        size = self._rules.group_size
+        wanted = max(size, room // len(self._trainers) // size * size)
+        epochs = dict(sorted(self._request(wanted)))
+        prompts, unusable = self._stream.batch(list(epochs), group_size=size)
         for number, reason in unusable.items():
             self._end(Lease(number, epochs[number]), f"prompt skipped, {reason}")
-        if raw is None:
+        if prompts is None:
             return None
-        prompts = PromptBatch.parse(raw)
         assert prompts.sample_ids is not None
         mine = [epochs[one // size] for one in prompts.sample_ids.tolist()]
         return dataclasses.replace(prompts, lease_epochs=torch.tensor(mine))
@@ -121,28 +204,27 @@ class LeasedPrompts(WorkSource):
 
     def settle(self) -> None:
         """Tell trainers which leases came to nothing, without asking for others: the maker is at other work."""
-        self._request(wanted=0)
+        self._request(0)
 
     def _end(self, lease: Lease, reason: str, fate: str = "drop") -> None:
-        with self._endings_lock:
-            self._endings[self._trainers[lease.number % len(self._trainers)]].append(Ending(lease, reason, fate))
+        self._endings[self._trainers[lease.number % len(self._trainers)]].append(Ending(lease, reason, fate))
 
-    def _request(self, wanted: int | None = None) -> list[Lease]:
-        """Ask all trainers at once for as many samples as there is room for; returns the leases that were granted."""
+    def _request(self, wanted: int) -> list[Lease]:
+        """Ask each trainer, all at once, for so many samples; returns the leases that were granted."""
         trainer_incarnation = self._served.incarnation  # before the version, which must not be from before them
-        size, version = self._rules.group_size, self._served.version
-        room = self._stream.samples_per_batch if self.room is None else self.room
-        if wanted is None:
-            wanted = max(size, room // len(self._trainers) // size * size)
+        version = self._served.version
         self._num_requests += 1
         calls: dict[str, tuple[LeaseRequest, Future[Any]]] = {}
         for name in self._trainers:
             if (peer := self._peers.find_now(name)) is not None:
-                with self._endings_lock:
-                    endings = tuple(self._endings[name])
-                number = self._num_requests
                 request = LeaseRequest(
-                    self._maker, number, version, wanted, endings, self._incarnation, trainer_incarnation
+                    self._maker,
+                    self._num_requests,
+                    version,
+                    wanted,
+                    endings=tuple(self._endings[name]),
+                    incarnation=self._incarnation,
+                    trainer_incarnation=trainer_incarnation,
                 )
                 calls[name] = request, peer.call("lease", request)
         return [lease for name, (request, call) in calls.items() for lease in self._answer(name, request, call)]
@@ -157,8 +239,7 @@ class LeasedPrompts(WorkSource):
             try:
                 leases: list[Lease] = call.result(self._deadlines.update_seconds)
                 self.last_answer = time.monotonic()
-                for _ in request.endings:
-                    self._endings[name].popleft()
+                del self._endings[name][: len(request.endings)]
                 return [Lease(*lease) for lease in leases]
             except PeerUnavailable:
                 if self._should_stop() or (peer := self._peers.find_now(name)) is None:
