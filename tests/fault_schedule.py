@@ -19,8 +19,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from coati import faults
-from coati.faults import POINTS, VARIABLE, Hook
+from coati.faults import VARIABLE, Hook
 
+POINTS = (
+    "trainer.after_forward",
+    "trainer.after_backward",
+    "trainer.after_step",
+    "trainer.after_ack",  # makers have acknowledged an update
+    "trainer.after_delivery",  # a maker's samples are taken in, and it does not know yet
+    "weights.before_chunk",  # in the sender; the index is the chunk's
+    "receiver.before_chunk",
+    "maker.generating",  # after each token
+    "maker.before_deliver",
+    "maker.evaluated",  # and not reported
+    "checkpoint.before_rename",
+    "journal.before_write",
+)
 ACTIONS = ("raise", "kill", "stop", "block", "sleep", "clock")
 _RELEASE_SECONDS = 120.0
 _POLL_SECONDS = 0.01

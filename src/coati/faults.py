@@ -11,21 +11,6 @@ from collections.abc import Callable
 
 VARIABLE = "COATI_FAULTS"
 
-POINTS = (
-    "trainer.after_forward",
-    "trainer.after_backward",
-    "trainer.after_step",
-    "trainer.after_ack",  # makers have acknowledged an update
-    "trainer.after_delivery",  # a maker's samples are taken in, and it does not know yet
-    "weights.before_chunk",  # in the sender; the index is the chunk's
-    "receiver.before_chunk",
-    "maker.generating",  # after each token
-    "maker.before_deliver",
-    "maker.evaluated",  # and not reported
-    "checkpoint.before_rename",
-    "journal.before_write",
-)
-
 Hook = Callable[[str, int | None, str], None]
 """Takes the point, the number of a chunk or the like, and the name of the actor."""
 

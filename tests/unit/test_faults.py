@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from fault_schedule import Fault, InjectedFault, Schedule
+from fault_schedule import POINTS, Fault, InjectedFault, Schedule
 
 from coati import faults
 from coati.background import run_in_background
-from coati.faults import POINTS, reach
+from coati.faults import reach
 
 SOURCE = Path(faults.__file__).parent
 

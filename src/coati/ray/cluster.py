@@ -12,7 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import ray
@@ -24,7 +25,6 @@ from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import ConfigError, HeadLost, RunStopped
 from coati.ray import warden
-from coati.ray.environment import allowed_environment
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,27 @@ _LOOK_SECONDS = 2.0
 _LOST_SECONDS = 10.0
 _WARDEN_SECONDS = 30.0  # for the warden to end what is left and to delete the folder
 _LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by an address that others can reach
+
+
+PASSED_ON = (
+    "PATH HOME USER LOGNAME SHELL TERM COLUMNS NO_COLOR LANG LC_* TZ TMPDIR XDG_* LD_* DYLD_* PYTHON* VIRTUAL_ENV "
+    "CONDA_* CC CXX MALLOC_* COVERAGE_* COATI_* RAY_* CUDA_* CUBLAS_* NVIDIA_* HIP_* NCCL_* GLOO_* TORCH* PYTORCH_* "
+    "TRITON_* OMP_* MKL_* KMP_* OPENBLAS_* HF_* TRANSFORMERS_* TOKENIZERS_* VLLM_* *_PROXY *_proxy SSL_CERT_* "
+    "REQUESTS_CA_BUNDLE"
+)
+"""Patterns of variables that actors of a private Ray get from the driver. HF_TOKEN is one: they load models."""
+
+
+def allowed_environment(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
+    """Return the variables that actors may have, with those that `more` names.
+
+    >>> allowed_environment({"HOME": "/root", "BANK_KEY": "1", "JUDGE_KEY": "2"}, ["JUDGE_KEY"])
+    {'HOME': '/root', 'JUDGE_KEY': '2'}
+    """
+    patterns = (*PASSED_ON.split(), *more)
+    return {
+        name: value for name, value in environment.items() if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """The replay buffer of the contract: items in, whole batches out, through a Ray queue. A trainer whose makers have data
 loaders of their own uses it; `coati train` leases work and uses `LeasedBuffer` instead.
-
-An item is in one of two places: among the items that do not fill a batch yet, or in the queue.
 """
 
 import asyncio
@@ -18,8 +16,7 @@ from ray.util.queue import Empty, Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coati.batching import check_items, pad_items, split_experience_batch
-from coati.config import Deadlines
-from coati.errors import ActorNotFound, ConfigError, DeadlineExceeded, PeerDied, PeerUnavailable
+from coati.errors import ConfigError, DeadlineExceeded, PeerDied, PeerUnavailable
 from coati.experience import BufferItem, Experience, ItemBundle
 from coati.experience_buffer.buffer import DEFAULT_WAIT_SECONDS, SLICE_SECONDS, SampleBuffer
 from coati.peers import Peers, answer
@@ -30,7 +27,7 @@ _ANSWER_SECONDS = 60.0
 _DELIVERIES_KEPT = 1000
 _POLL_SECONDS = 2.0
 # A maker in one of these states makes nothing more, unless its loop is started again.
-_ENDED = frozenset({"finished", "failed", "gone", "not found"})
+_ENDED = frozenset({"finished", "failed", "gone"})
 
 
 class BatchQueue:
@@ -156,8 +153,8 @@ class UnleasedBuffer(DetachedReplayBuffer):
     """The buffer of a trainer whose makers have data loaders of their own. While the trainer waits for a batch, it asks
     the makers every two seconds whether more experience can still come.
 
-    A maker's state is the one it reports, or "busy" (no answer yet), "unknown" (it cannot be asked), "gone", "missing"
-    (never seen in this `fit`) or, if no batch has come for longer than actors may take to start, "not found".
+    A maker's state is the one it reports, or "busy" (no answer yet), "unknown" (it cannot be asked), "missing" (it has
+    not appeared) or "gone".
     """
 
     def __init__(
@@ -166,14 +163,14 @@ class UnleasedBuffer(DetachedReplayBuffer):
         limit: int,
         *,
         maker_names: Sequence[str],
-        deadlines: Deadlines,
+        grace_seconds: float,
         peers: Peers,
         queue: BatchQueue | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(sample_batch_size, limit, queue=queue)
         self._maker_names = maker_names
-        self._deadlines = deadlines
+        self._grace_seconds = grace_seconds
         self._peers = peers
         self._clock = clock
         self.begin_fit()
@@ -183,14 +180,6 @@ class UnleasedBuffer(DetachedReplayBuffer):
         self._states = {name: "unknown" if self._peers.find_now(name) else "missing" for name in self._maker_names}
         self._last_poll = float("-inf")
         self._ended_since: float | None = None
-        self._waiting_since = self._clock()
-
-    def try_sample(self, timeout_seconds: float) -> Experience | None:
-        """Return the next whole batch, or None if none comes in time."""
-        batch = super().try_sample(timeout_seconds)
-        if batch is not None:  # makers that have not appeared get as long to start as at the beginning
-            self._waiting_since = self._clock()
-        return batch
 
     def describe_wait(self) -> str:
         """List the makers and what they do."""
@@ -204,38 +193,28 @@ class UnleasedBuffer(DetachedReplayBuffer):
         return (self.flush() if batch is None else batch,)
 
     def all_finished(self) -> bool:
-        """Whether every maker has ended for the grace time.
-
-        Raises PeerDied if none of them finished, ActorNotFound if one never appeared.
-        """
+        """Whether every maker has ended for the grace time; raises PeerDied if none of them finished."""
         now = self._clock()
         if now - self._last_poll >= _POLL_SECONDS:
             self._last_poll = now
-            self._poll(is_late=now - self._waiting_since >= self._deadlines.start_seconds)
+            self._poll()
             has_ended = bool(self._states) and _ENDED.issuperset(self._states.values())
             self._ended_since = (now if self._ended_since is None else self._ended_since) if has_ended else None
         if self._ended_since is None:
             return False
         states = set(self._states.values())
-        if "not found" in states:
-            raise ActorNotFound(
-                f"a maker did not appear within {self._deadlines.start_seconds:g} s, and no other works "
-                f"({self.describe_wait()}). Create it with .options(name=…) in the same Ray namespace, or correct "
-                "experience_maker_holder_name_list."
-            )
-        is_over = states == {"gone"} or now - self._ended_since >= self._deadlines.grace_seconds
+        is_over = states == {"gone"} or now - self._ended_since >= self._grace_seconds
         if is_over and "finished" not in states:
             raise PeerDied(f"no maker is left ({self.describe_wait()}), so no experience will come. See their logs.")
         return is_over
 
-    def _poll(self, *, is_late: bool) -> None:
+    def _poll(self) -> None:
         """Ask all makers at once for their states."""
         calls = {}
         for name, state in self._states.items():
             peer = self._peers.find_now(name)
             if peer is None:  # a dead actor loses its name; one that was never seen may still be created
-                is_new = state in ("missing", "not found")
-                self._states[name] = "gone" if not is_new else "not found" if is_late else "missing"
+                self._states[name] = "missing" if state == "missing" else "gone"
                 continue
             self._states[name] = "unknown"
             with contextlib.suppress(AttributeError):  # a maker that users write may not tell

@@ -1,43 +1,17 @@
-"""What a process has as a Ray actor: its name and peers, its log, the environment that it inherits.
-
-Environment variables come from the Ray node: on a cluster, the environment in which `ray start` ran; on a private Ray,
-those variables of the driver that `PASSED_ON` or `topology.environment` names.
-"""
+"""What a trainer or a maker has as a Ray actor: its name and peers, its log, its concurrency groups."""
 
 import gc
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from coati import faults
 from coati.actors.host import Host
-from coati.config import Deadlines
 from coati.monitor.records import RecordLog, WarningRecorder
 from coati.ray.detached_replay_buffer import UnleasedBuffer
 from coati.ray.peers import RayPeers
-
-PASSED_ON = (
-    "PATH HOME USER LOGNAME SHELL TERM COLUMNS NO_COLOR LANG LC_* TZ TMPDIR XDG_* LD_* DYLD_* PYTHON* VIRTUAL_ENV "
-    "CONDA_* CC CXX MALLOC_* COVERAGE_* COATI_* RAY_* CUDA_* CUBLAS_* NVIDIA_* HIP_* NCCL_* GLOO_* TORCH* PYTORCH_* "
-    "TRITON_* OMP_* MKL_* KMP_* OPENBLAS_* HF_* TRANSFORMERS_* TOKENIZERS_* VLLM_* *_PROXY *_proxy SSL_CERT_* "
-    "REQUESTS_CA_BUNDLE"
-)
-"""Patterns of variables that actors of a private Ray get from the driver. HF_TOKEN is one: they load models."""
-
-
-def allowed_environment(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
-    """Return the variables that actors may have, with those that `more` names.
-
-    >>> allowed_environment({"HOME": "/root", "BANK_KEY": "1", "JUDGE_KEY": "2"}, ["JUDGE_KEY"])
-    {'HOME': '/root', 'JUDGE_KEY': '2'}
-    """
-    patterns = (*PASSED_ON.split(), *more)
-    return {
-        name: value for name, value in environment.items() if any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
 
 
 class ActorHost(Host):
@@ -53,10 +27,7 @@ class ActorHost(Host):
             self.name = str(context.get_actor_name() or context.get_actor_id()[:8])
 
     def set_up_log(self, records: RecordLog[dict[str, Any]], *, debug: bool) -> None:
-        """Have the actor log what it does, and keep its warnings among `records` for the driver.
-
-        Ray keeps the log of each actor; `--verbose` shows it. A level or handler that is set already stays.
-        """
+        """Have the actor log what it does, where no level or handler is set, and keep its warnings for the driver."""
         logger = logging.getLogger("coati")
         if debug:
             logger.setLevel(logging.DEBUG)
@@ -65,10 +36,7 @@ class ActorHost(Host):
         faults.set_actor(self.name)
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)
-        if not logger.hasHandlers():
-            handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-            logger.addHandler(handler)
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         logger.addHandler(WarningRecorder(records))
 
     def leave_out_of_collections(self) -> None:
@@ -77,11 +45,9 @@ class ActorHost(Host):
             gc.collect()
             gc.freeze()
 
-    def make_buffer(
-        self, sample_batch_size: int, limit: int, *, maker_names: Sequence[str], deadlines: Deadlines
-    ) -> UnleasedBuffer:
+    def make_buffer(self, sample_batch_size: int, limit: int, **makers: Any) -> UnleasedBuffer:
         """Make the buffer of a trainer whose makers have data loaders of their own."""
-        return UnleasedBuffer(sample_batch_size, limit, maker_names=maker_names, deadlines=deadlines, peers=self.peers)
+        return UnleasedBuffer(sample_batch_size, limit, **makers, peers=self.peers)
 
 
 def run_in_groups(plain_class: type, **methods: Sequence[str]) -> None:

@@ -10,7 +10,6 @@ from thread_peers import PATIENCE, LocalQueue
 from tiny import experience, item, items
 
 from coati.batching import make_experience_batch
-from coati.config import Deadlines
 from coati.errors import ConfigError, DataError, DeadlineExceeded
 from coati.experience import EXPERIENCE_FIELDS
 from coati.peers import LocalPeers
@@ -25,7 +24,7 @@ def make_buffer():
 @pytest.fixture
 def unleased():
     """A full buffer with room for one batch of one sample."""
-    options = {"maker_names": [], "deadlines": Deadlines(), "peers": LocalPeers()}
+    options = {"maker_names": [], "grace_seconds": 5.0, "peers": LocalPeers()}
     buffer = UnleasedBuffer(1, 1, **options, queue=LocalQueue())
     buffer.extend(delivery("first", 0))
     return buffer

@@ -10,7 +10,7 @@ from tiny import experience, items
 
 from coati.actors import trainer
 from coati.config import Deadlines
-from coati.errors import ActorNotFound, ConfigError, DataError, DeadlineExceeded, PeerDied
+from coati.errors import ConfigError, DataError, DeadlineExceeded, PeerDied
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.ledger import Lease, LeaseRequest, LedgerRules
 from coati.ray import detached_replay_buffer, environment
@@ -135,8 +135,8 @@ def test_makers_that_die_while_fit_computes_are_an_error(make_trainer, makers):
 
 
 def test_a_maker_name_that_does_not_exist_is_named(make_trainer):
-    trainer = make_trainer(["no-such-maker"])
-    with pytest.raises(ActorNotFound, match="no-such-maker"):
+    trainer = make_trainer(["no-such-maker"], deadlines=QUICK.model_copy(update={"batch_seconds": 0.1}))
+    with pytest.raises(DeadlineExceeded, match="no-such-maker is missing"):
         trainer.fit(1, 1)
 
 
