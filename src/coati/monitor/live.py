@@ -4,8 +4,7 @@ import datetime
 import logging
 import sys
 import time
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -34,11 +33,9 @@ class LiveView:
             _log_to_stderr()  # which prints above the view while it is shown
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         if self._live is not None:
-            self._live.__exit__(kind, error, traceback)
+            self._live.__exit__(*exc_info)
             _log_to_stderr()
         elif self._unseen is not None:
             self._print(self._unseen)

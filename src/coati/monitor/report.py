@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -232,7 +231,7 @@ def run_times(spans: Mapping[str, Sequence[Span]]) -> RunTimes | None:
     if start is None:
         return None
     end = max(span.end for span in every)
-    names = sorted(spans, key=_in_natural_order)
+    names = sorted(spans, key=lambda name: (len(name), name))  # maker-2 before maker-10
     return RunTimes(end - start, {name: _shares(spans[name], start, end) for name in names})
 
 
@@ -253,8 +252,3 @@ def _shares(spans: Sequence[Span], start: float, end: float) -> dict[str, float]
 
 def _mean(actors: Sequence[Mapping[str, float]], what: str) -> float:
     return sum(shares.get(what, 0.0) for shares in actors) / len(actors)
-
-
-def _in_natural_order(actor: str) -> tuple[list[str], list[int]]:
-    """Sort maker-2 before maker-10."""
-    return re.findall(r"\D+", actor), [int(number) for number in re.findall(r"\d+", actor)]

@@ -82,7 +82,12 @@ class PromptStream:
         self._prompt = lru_cache(maxsize=_CACHED_PROMPTS)(self._encode)
         self._order = lru_cache(maxsize=2)(self._order_of)
         if all(self._prompt(row).skip_reason for row in range(len(table))):
-            raise self._nothing_usable()
+            counts = ", ".join(f"{count:,} {reason}" for reason, count in self.survey().items())
+            raise DataError(
+                f"{table.source} has no usable prompts: {counts}. The limits are prompts.max_tokens = "
+                f"{prompts.max_tokens} (0 = none) and the model's context of {context_length} tokens. Shorten the "
+                "prompts, raise prompts.max_tokens, or use a model with a longer context."
+            )
 
     @property
     def num_prompts(self) -> int:
@@ -155,14 +160,6 @@ class PromptStream:
         if topic not in self._warned:
             self._warned.add(topic)
             logger.warning("%s (%s).", topic, details)
-
-    def _nothing_usable(self) -> DataError:
-        counts = ", ".join(f"{count:,} {reason}" for reason, count in self.survey().items())
-        return DataError(
-            f"{self._table.source} has no usable prompts: {counts}. The limits are prompts.max_tokens = "
-            f"{self._limits.get(SKIP_TOO_LONG, 0)} (0 = none) and the model's context of {self._context_length} "
-            "tokens. Shorten the prompts, raise prompts.max_tokens, or use a model with a longer context."
-        )
 
     def _collate(self, samples: dict[int, _Prompt]) -> PromptBatch:
         prompts = list(samples.values())

@@ -139,7 +139,7 @@ def _read_dataset(name: str, split: str, subset: str) -> list[Row]:
     try:
         datasets = importlib.import_module("datasets")
         if path.suffix in FILE_SUFFIXES:
-            return _check_file_rows(_read_file(datasets, path), name, split)
+            return _read_file(datasets, path, split)
         is_saved = any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
         data = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name, subset or None)
         if isinstance(data, dict) and split in data:
@@ -158,19 +158,15 @@ def _read_dataset(name: str, split: str, subset: str) -> list[Row]:
     return rows
 
 
-def _read_file(datasets: Any, path: Path) -> list[Row]:
+def _read_file(datasets: Any, path: Path, split: str) -> list[Row]:
     kind = path.suffix.removeprefix(".")
     options = {"keep_default_na": False} if kind == "csv" else {}  # the words "NA" and "null" are texts
     # A cache of our own: the rows are read once, and the file may change before the next run.
     with tempfile.TemporaryDirectory(prefix="coati-prompts-") as cache:
         loaded = datasets.load_dataset(kind, data_files=str(path), cache_dir=cache, **options)
         rows: list[Row] = loaded["train"].to_list()
-    return rows
-
-
-def _check_file_rows(rows: list[Row], name: str, split: str) -> list[Row]:
     if rows and "__index_level_0__" in rows[0]:
-        raise DataError(f"{name} has more values in a row than columns. Put values that contain commas in quotes.")
+        raise DataError(f"{path} has more values in a row than columns. Put values that contain commas in quotes.")
     if len(rows) == 1 and isinstance(named := rows[0].get(split), list):  # a JSON object of splits
         return [row if isinstance(row, dict) else {} for row in named]
     return rows

@@ -142,8 +142,9 @@ def test_who_was_there_for_a_part_of_the_run_was_absent_for_the_rest():
 
 def test_actors_are_in_natural_order_and_many_are_shown_by_kind():
     names = [f"maker-{index}" for index in range(12)]
-    times = shares(**{name: {"generate": 8, "wait_weights": 2} for name in names}, trainer={"train": 10})
-    assert list(times.actors) == [*names, "trainer"]
+    makers = {name: {"generate": 8, "wait_weights": 2} for name in names}
+    times = shares(**{"trainer-0": {"train": 10}}, **makers)
+    assert list(times.actors) == [*names, "trainer-0"]
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(time_table(times))
     text = console.export_text()
