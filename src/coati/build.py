@@ -1,7 +1,4 @@
-"""From settings to objects: the models, prompts, reward and strategy that the sections of a run's config describe.
-
-The synchronous loop and the Ray actors both build from here, so they train the same thing.
-"""
+"""From settings to objects, for the synchronous loop and the Ray actors: models, prompts, reward and strategy."""
 
 import dataclasses
 import logging
@@ -40,12 +37,9 @@ logger = logging.getLogger(__name__)
 class Parts:
     """What a program brings itself, where settings are not enough."""
 
-    reward: Callable[..., Any] | None = None
-    """A reward function; None for what `[reward]` describes."""
-    learner: Callable[..., PPOLearner] = PPOLearner
-    """What makes the learner, such as a subclass with another loss."""
-    maker: Callable[..., Any] = NaiveExperienceMaker
-    """What makes experience, such as a subclass."""
+    reward: Callable[..., Any] | None = None  # a reward function; None for what `[reward]` describes
+    learner: Callable[..., PPOLearner] = PPOLearner  # what makes the learner, such as a subclass with another loss
+    maker: Callable[..., Any] = NaiveExperienceMaker  # what makes experience, such as a subclass
 
 
 def make_strategy(config: RunSettings, role: Literal["trainer", "maker"]) -> Strategy:

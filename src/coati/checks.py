@@ -56,8 +56,8 @@ def preflight(config: RunSettings, *, has_reward: bool = False) -> list[str]:
 def avoid_hub_without_network(config: RunSettings) -> None:
     """Set HF_HUB_OFFLINE if the run reads something from the hub, which cannot be reached.
 
-    Its library tries for half a minute per file, even if the file was downloaded before. It reads the variable when it
-    is imported, so call this first.
+    Its library would try for half a minute per file, even if it was downloaded before. It reads the variable when it is
+    imported, so call this first.
     """
     if "HF_HUB_OFFLINE" in os.environ or all(map(looks_local, config.input_paths.values())):
         return

@@ -10,10 +10,9 @@ import torch
 def set_up_cpu(num_threads: int = 0) -> None:
     """Use so many threads (0: as many as torch likes), and the quicker matrix products.
 
-    On ARM, torch hands float32 products to oneDNN, whose set-up costs more than a small product: 64×64 by 64×128 took
-    650 µs with it and 57 µs without on a Neoverse N1, and large ones were no faster either. So it
-    is turned off on such CPUs, which are those without bfloat16 instructions, for which oneDNN is made. Which one is
-    used changes the last bits, so it goes by the machine and not by a measurement: all processes of a run must agree.
+    On ARM, torch hands float32 products to oneDNN, whose set-up costs more than a small product (650 µs, else 57,
+    64×64 by 64×128, Neoverse N1). It is turned off on ARM without bfloat16, for which it is made: which one is
+    used changes the last bits, so it goes by the machine and not by a measurement.
     """
     if num_threads > 0:
         torch.set_num_threads(num_threads)

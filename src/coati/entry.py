@@ -216,10 +216,9 @@ def execute(
     should_stop: Callable[[], bool] = lambda: False,
     log_to_driver: bool = False,
 ) -> RunResult:
-    """Run to the end (or until stopped), and save the model.
+    """Run to the end (or until stopped), and save the model; resumed, from its newest whole checkpoint.
 
     `on_begin` is called when everything is loaded and training begins; `parts` are fields of `coati.build.Parts`.
-    A run that `is_resumed` continues from its newest whole checkpoint.
     """
     started, train, folder = time.monotonic(), config.train, config.output_folder
     open_folder = open_run_folder(config, overwrite=overwrite, is_resumed=is_resumed)

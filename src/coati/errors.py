@@ -1,8 +1,4 @@
-"""Every exception that coati raises on purpose.
-
-Each class takes exactly one string, so it survives pickling across Ray. The string names the setting or
-input, the rule, what came, and the remedy.
-"""
+"""Every exception that coati raises on purpose. Each takes exactly one string, so it survives pickling across Ray."""
 
 
 class CoatiError(Exception):

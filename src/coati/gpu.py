@@ -18,7 +18,7 @@ _BROKEN = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "CUDNN_STATUS", "
 def device_errors_explained(what: str, remedy: str) -> Iterator[None]:
     """Turn what torch raises inside, when memory runs out or a GPU fails, into an error of ours.
 
-    `what` names the work and its size, and `remedy` is a sentence that says what to change if it needs less memory.
+    `what` names the work and its size; `remedy` is a sentence that says what to change if it needs less memory.
     """
     try:
         yield
@@ -48,9 +48,8 @@ def _memory_there() -> str:
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The second stream of a device: always the same.
+    """The second stream of a device: always the same, because cuBLAS keeps 32 MiB for each that it computes on.
 
-    cuBLAS gets a workspace for each stream that it computes on, 32 MiB on an H200, and torch never frees one. Graphs
-    that were captured on this stream compute on it wherever they are replayed, so nothing else may run on it then.
+    Graphs that were captured on this stream compute on it wherever they are replayed; nothing else may run on it then.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -83,8 +83,7 @@ def open_run_folder(config: RunSettings, *, overwrite: bool, is_resumed: bool = 
     """Make the output folder and hold it for a run inside the `with` block.
 
     Gives a function to call when training begins: it deletes what an earlier run wrote, unless that one is resumed, and
-    writes the settings. ConfigError if the folder is not a run's, is in use, cannot be written, or holds a run that
-    `overwrite` does not allow to replace.
+    writes the settings. ConfigError if the folder cannot be used (see `check_run_folder`) or written.
     """
     folder = config.output_folder
     check_run_folder(config, overwrite=overwrite or is_resumed)
@@ -231,10 +230,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def resumed_settings(folder: Path, overrides: Sequence[str]) -> RunSettings:
-    """Return the settings of the run in a folder, with overrides; a warning says what has changed.
-
-    Raises ConfigError if there is no run, or what has changed cannot change.
-    """
+    """Return the settings of the run in a folder, with overrides. Warns of changes; ConfigError for some."""
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"--resume takes the output folder of a run, with its config.toml, got {str(folder)!r}.")
     before, after = (_settings(folder, some) for some in ((), overrides))
@@ -286,12 +282,10 @@ def check_incomplete(config: RunSettings) -> None:
 class StartingPoint(NamedTuple):
     """Where a run continues."""
 
-    checkpoint: Path | None = None
-    """None: at its beginning."""
+    checkpoint: Path | None = None  # none: at its beginning
     version: int = 0
     step: int = 0
-    events: tuple[int, ...] = ()
-    """Of each trainer's journal, those that led here."""
+    events: tuple[int, ...] = ()  # of each trainer's journal, those that led here
 
     def __str__(self) -> str:
         return f"version {self.version}, after step {self.step}"

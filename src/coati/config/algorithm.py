@@ -35,8 +35,7 @@ class LossRow(NamedTuple):
 
     surrogate: str
     defaults: Mapping[str, Any] = MappingProxyType({})
-    ratio: RatioKind = "token"
-    """The ratio of each token, or of a response as a whole (GSPO)."""
+    ratio: RatioKind = "token"  # the ratio of each token, or of a response as a whole (GSPO)
     weighs_age: bool = False
     """Whether its ratio is that to the policy that sampled, so that old data needs no importance weights besides."""
 
@@ -226,8 +225,8 @@ class AlgorithmSettings(Section, section="algorithm"):
     def resolved(self, max_staleness: int) -> Self:
         """Return the same settings with `correction` "auto" replaced by what it means at this bound.
 
-        On-policy data needs no correction; but where the ratio is that of whole responses, the clip is so narrow that
-        the rounding of another engine would reach it, and a mask is there to catch what such engines do.
+        On-policy data needs none, unless the clip is as narrow as that of whole responses, so that the rounding of
+        another engine would reach it. A mask is there to catch what such engines do.
         """
         if self.correction != "auto":
             return self

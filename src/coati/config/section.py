@@ -47,10 +47,7 @@ def secrets_in(options: Mapping[Any, Any], names: re.Pattern[str], path: str) ->
 
 
 def setting(default: Any = ..., about: str = "", *, rule: str = "", remedy: str = "", **constraints: Any) -> Any:
-    """Declare a field; `...` as the default makes it required.
-
-    `rule` says what a value must be where pydantic would not say it well, `remedy` how to correct a wrong one.
-    """
+    """Declare a field. `rule` says what it must be where pydantic would not say it well, `remedy` how to correct it."""
     return Field(default, description=about, json_schema_extra={"rule": rule, "remedy": remedy}, **constraints)
 
 

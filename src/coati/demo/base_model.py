@@ -1,8 +1,4 @@
-"""The demo's base model: a small Llama that is taught the film grammar, without a download.
-
-Under a hundred thousand parameters, 160 AdamW steps on fresh sentences, one thread, about five seconds. The same seed
-gives the same bits on one machine.
-"""
+"""The demo's base model: a small Llama that is taught the film grammar on one thread, in about five seconds."""
 
 import math
 import random
@@ -30,10 +26,7 @@ _PEAK_LEARNING_RATE, _WARMUP_STEPS = 1e-2, 20
 def pretrain(
     folder: Path, *, seed: int = 0, steps: int = _STEPS, batch_size: int = _BATCH_SIZE, **shape: int
 ) -> list[float]:
-    """Train the base model, of this `shape`, from nothing and save it, with its tokenizer, in `folder`.
-
-    Returns the loss of each step, in nats per token.
-    """
+    """Train the base model from nothing and save it, with its tokenizer; returns the loss of each step."""
     tokenizer = build_tokenizer()
     threads, mkldnn = torch.get_num_threads(), torch.backends.mkldnn.enabled
     set_up_cpu(1)  # sums that are split over a different number of threads round differently

@@ -154,10 +154,7 @@ def follow(reader: RowReader, tracker: Tracker, end: int | None, on_sent: Callab
 
 
 def main(folder: Path, name: str, *, is_live: bool) -> None:
-    """Send what is not sent yet of a run, and what it writes later while it `is_live`.
-
-    `trackers/NAME.json` in its folder keeps what the tracker calls the run, and how much was sent.
-    """
+    """Send what is not sent yet of a run (`trackers/NAME.json` knows), and while it `is_live` what it writes later."""
     path = folder / "trackers" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     state = {"id": "", "seen": 0.0} | (json.loads(path.read_bytes()) if path.is_file() else {})

@@ -102,10 +102,7 @@ def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Read what `append_jsonl` wrote, also while a run is still writing.
-
-    null becomes NaN. An incomplete last line is left out; a damaged line anywhere else is a `DataError`.
-    """
+    """Read what `append_jsonl` wrote, without an incomplete last line; null becomes NaN. DataError if damaged."""
     return parse_jsonl(path, Path(path).read_bytes())
 
 
@@ -137,10 +134,7 @@ def cut_jsonl(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> list[di
 
 
 def load_metrics(run: str | Path) -> pandas.DataFrame:
-    """Load the metrics of a run's folder as a pandas DataFrame with one row per training step, by `step`.
-
-    Columns are `version`, `time` and the metrics; what a step does not have is NaN.
-    """
+    """Load the metrics of a run's folder as a pandas DataFrame: a row per training step, by `step`, or NaN."""
     try:
         import pandas
     except ImportError as error:

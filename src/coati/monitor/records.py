@@ -67,8 +67,7 @@ class WarningRecorder(logging.Handler):
 class WarningsFile(logging.Handler):
     """Writes the warnings of a run to a file while it is entered, and shows not all of them.
 
-    Of those that come from one place in the code, the first three are shown, then the 10th, the 100th and so on, with
-    their number. Errors are all shown.
+    Of those that come from one place in the code, the first three are shown, then the 10th, the 100th and so on.
     """
 
     def __init__(self, path: Path) -> None:

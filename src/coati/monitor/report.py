@@ -64,11 +64,9 @@ class RunFolder:
     """What a run has written so far."""
 
     path: Path
-    metrics: list[dict[str, Any]]
-    """One row of numbers per training step."""
+    metrics: list[dict[str, Any]]  # one row of numbers per training step
     samples: list[dict[str, Any]]
-    spans: dict[str, list[Span]]
-    """What each actor did when."""
+    spans: dict[str, list[Span]]  # what each actor did when
 
     def series(self, metric: str) -> list[tuple[float, float]]:
         """Return the finite values of one metric, with their training steps."""
@@ -180,13 +178,9 @@ def chosen_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
 class RunTimes:
     """The times of all actors, in one window: from the first work to the last span."""
 
-    elapsed: float
-    """Seconds of the window."""
+    elapsed: float  # seconds of the window
     actors: Mapping[str, Mapping[str, float]]
-    """The share of each activity, and of the `TOTALS`, by actor.
-
-    "absent" is the time before its first span and after its last, "other" what no span covers in between.
-    """
+    """By actor: shares of each activity and of the `TOTALS`: absent before its first and after its last span."""
 
     def columns(self) -> dict[str, Mapping[str, float]]:
         """The shares of every actor, or the means of each kind of actors where there are many."""

@@ -25,37 +25,23 @@ _MAX_QUARANTINED: Final = 1000
 class RunSnapshot:
     """A run at one moment, for the person in front of it. What is not known yet is None."""
 
-    step: int
-    """Training steps done."""
-    total_steps: int
-    """Training steps planned; 0 if there is no plan."""
-    version: int
-    """Version of the policy's weights."""
-    reward: float | None = None
-    """Mean reward of the newest samples."""
-    kl: float | None = None
-    """KL to the initial model, in nats per sample."""
-    buffer_batches: int | None = None
-    """Batches waiting in the replay buffer."""
-    num_made: int = 0
-    """Samples that makers have made."""
-    num_trained: int = 0
-    """Samples that were trained on; the later epochs of a version count as a part of them."""
-    samples_per_second: float | None = None
-    """Made in the last minute."""
+    step: int  # training steps done
+    total_steps: int  # training steps planned; 0 if there is no plan
+    version: int  # version of the policy's weights
+    reward: float | None = None  # mean reward of the newest samples
+    kl: float | None = None  # KL to the initial model, in nats per sample
+    buffer_batches: int | None = None  # batches waiting in the replay buffer
+    num_made: int = 0  # samples that makers have made
+    num_trained: int = 0  # samples that were trained on; the later epochs of a version count as a part of them
+    samples_per_second: float | None = None  # made in the last minute
     seconds_per_step: float | None = None
     """In the last minute, or since training began if no step ended in it; None before the first step."""
-    elapsed: float = 0.0
-    """Seconds since training began."""
-    startup: float = 0.0
-    """Seconds before that."""
-    message: str = ""
-    """What the run is doing, if the numbers do not show it."""
-    restarts: int = 0
-    """How often makers and trainers that died were started again."""
+    elapsed: float = 0.0  # seconds since training began
+    startup: float = 0.0  # seconds before that
+    message: str = ""  # what the run is doing, if the numbers do not show it
+    restarts: int = 0  # how often makers and trainers that died were started again
 
-    evaluation: str = ""
-    """What the last evaluation found."""
+    evaluation: str = ""  # what the last evaluation found
 
     @property
     def seconds_left(self) -> float | None:

@@ -69,14 +69,7 @@ class Timeline:
     """Records what the thread of an actor's loop does, in bounded memory: the oldest spans go if they are not fetched.
 
     The thread is the one that called `take` last, or made the timeline; what other threads do is left out. It does one
-    thing at a time: a span inside another one interrupts it.
-
-    >>> timeline = Timeline()
-    >>> with timeline.span("send"):
-    ...     with timeline.span("wait_room"):
-    ...         pass
-    >>> [span.what for span in timeline.since(0).records]
-    ['send', 'wait_room', 'send']
+    thing at a time: a span inside another one interrupts it, so that the outer one is recorded in parts.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Prompts in one global, endless order, which every maker can look up: pass after pass over the table.
 
-So a sample has the same id, and with it the same random draws, whichever maker makes it. Prompts that cannot be used
-keep their position: they are skipped, counted by reason, and their ids never appear.
+So a sample has the same id, and with it the same draws, whichever maker makes it. Prompts that cannot be used keep
+their position, and are counted by reason.
 """
 
 from __future__ import annotations

@@ -25,12 +25,9 @@ class PromptTable:
     """Rows of a dataset, one of whose columns holds the prompts. Raises DataError if a row has no usable one."""
 
     rows: Sequence[Row]
-    column: str = "prompt"
-    """The column with the prompts: a non-empty text, or a list of chat messages."""
-    source: str = "the table"
-    """The path or name of the table, for errors."""
-    lines: Sequence[int] = ()
-    """The line of each row in its file, for errors; empty where rows are not lines."""
+    column: str = "prompt"  # the column with the prompts: a non-empty text, or a list of chat messages
+    source: str = "the table"  # the path or name of the table, for errors
+    lines: Sequence[int] = ()  # the line of each row in its file, for errors; empty where rows are not lines
 
     def __post_init__(self) -> None:
         if not self.rows:

@@ -68,7 +68,7 @@ def test_a_name_keeps_its_kind():
     assert held == {"train/samples": Sum(1)}
 
 
-@pytest.mark.parametrize("module", ["metrics", "live", "timeline"])
+@pytest.mark.parametrize("module", ["metrics", "live"])
 def test_the_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(f"coati.monitor.{module}"))
     assert (result.attempted > 0, result.failed) == (True, 0)
