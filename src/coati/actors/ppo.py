@@ -30,7 +30,7 @@ from coati.monitor.timeline import trainer_metrics
 from coati.peers import wait_in_slices
 from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.ppo import PPOLearner
-from coati.trainer.step_numbers import plain_metrics
+from coati.trainer.steps import plain_metrics
 from coati.trainer.strategies import Strategy
 from coati.weights.message import CardMemory
 from coati.weights.sender import Recipients, WeightSender

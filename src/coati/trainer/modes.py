@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from coati.errors import ConfigError
@@ -69,17 +68,3 @@ def check_compiler(device: torch.device) -> None:
             f"train.compile needs {' or '.join(usual)}, or the compiler that {variable} names, on every machine of a "
             f"trainer or maker, got {found}. Install one, or set train.compile to false."
         )
-
-
-def make_optimizer(
-    optimizer_class: type[Optimizer], model: nn.Module, lr: float, *, device: torch.device | None = None
-) -> Optimizer:
-    """An optimizer of what can be trained; torch's Adam in one call for all weights."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise ConfigError(f"{type(model).__name__} has no trainable parameters, so there is nothing to learn.")
-    options: dict[str, Any] = {"lr": lr}
-    has_fused = device is not None and device.type in ("cuda", "cpu")
-    if optimizer_class in (torch.optim.Adam, torch.optim.AdamW) and has_fused:
-        options["fused"] = True
-    return optimizer_class(trainable, **options)

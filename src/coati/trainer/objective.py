@@ -32,7 +32,7 @@ from coati.config import AlgorithmSettings
 from coati.errors import ConfigError, DataError
 from coati.experience import Experience
 from coati.rewards.calling import load_reward_function
-from coati.trainer.step_numbers import StepNumbers
+from coati.trainer.steps import StepNumbers
 
 
 class StepCounts(NamedTuple):

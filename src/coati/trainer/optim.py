@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from torch.optim import Adam
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from coati.errors import ConfigError
@@ -34,3 +36,17 @@ class HybridAdam(Adam):
         kept = {key: self.defaults[key] for key in ("fused", "foreach", "decoupled_weight_decay")}
         groups = [{**group, **kept} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})
+
+
+def make_optimizer(
+    optimizer_class: type[Optimizer], model: nn.Module, lr: float, *, device: torch.device | None = None
+) -> Optimizer:
+    """An optimizer of what can be trained; torch's Adam in one call for all weights."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ConfigError(f"{type(model).__name__} has no trainable parameters, so there is nothing to learn.")
+    options: dict[str, Any] = {"lr": lr}
+    has_fused = device is not None and device.type in ("cuda", "cpu")
+    if optimizer_class in (Adam, AdamW) and has_fused:
+        options["fused"] = True
+    return optimizer_class(trainable, **options)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,10 @@ from coati.experience import Experience
 from coati.gpu import device_errors_explained
 from coati.models import action_logprobs, action_values
 from coati.trainer.batches import MicroBatch, PassSize, PassTooLarge, micro_batches
-from coati.trainer.health import TrainingHealth
-from coati.trainer.modes import (
-    check_compiler,
-    checkpoint_activations,
-    compile_blocks,
-    make_optimizer,
-    set_learning_mode,
-)
+from coati.trainer.modes import check_compiler, checkpoint_activations, compile_blocks, set_learning_mode
 from coati.trainer.objective import StepCounts, measure_off_policy, off_policy_metrics, policy_objective
-from coati.trainer.step_numbers import StepNumbers, explained_variance
+from coati.trainer.optim import make_optimizer
+from coati.trainer.steps import StepNumbers, TrainingHealth, explained_variance
 from coati.trainer.strategies import Strategy
 
 
@@ -221,7 +215,9 @@ class PPOLearner:
 
     def _pass(self, one: MicroBatch, counts: StepCounts, numbers: StepNumbers) -> list[Tensor]:
         """Add the gradients of a pass; returns its log-probs, [B, A], if it is a real one."""
-        with self._gradients_stay_local(is_last=one.is_last):
+        with contextlib.ExitStack() as stack:
+            for model in () if one.is_last else self.models.values():  # ranks exchange gradients in the last pass
+                stack.enter_context(self.strategy.no_sync(model))
             with self._pass_size.guard("actor", one):
                 logprobs = self._actor_pass(one.part, one.advantages, counts, numbers)
             if self.critic is not None:
@@ -295,14 +291,6 @@ class PPOLearner:
             schedule.step()
         self._health.count_step()
         return norms
-
-    @contextlib.contextmanager
-    def _gradients_stay_local(self, *, is_last: bool) -> Iterator[None]:
-        """Ranks exchange gradients once, in the last micro-batch."""
-        with contextlib.ExitStack() as stack:
-            for model in () if is_last else self.models.values():
-                stack.enter_context(self.strategy.no_sync(model))
-            yield
 
     def _metrics(
         self,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from coati.algos.importance import effective_sample_size, importance_weights, weight_moments
 from coati.errors import DataError
-from coati.trainer.step_numbers import joined_moments
+from coati.trainer.steps import joined_moments
 
 NAN, INF = float("nan"), float("inf")
 GARBAGE = [NAN, INF, -INF, 1e308]

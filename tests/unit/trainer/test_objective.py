@@ -17,7 +17,7 @@ from coati.experience_maker.scoring import estimate_advantages
 from coati.models import Actor, action_logprobs
 from coati.trainer.objective import StepCounts, load_loss, measure_off_policy, policy_objective, token_weights
 from coati.trainer.ppo import PPOLearner
-from coati.trainer.step_numbers import StepNumbers
+from coati.trainer.steps import StepNumbers
 from coati.trainer.strategies import DDPStrategy
 
 LENGTHS = [3, 1, 2]

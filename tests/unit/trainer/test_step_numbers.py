@@ -5,7 +5,7 @@ import torch
 
 from coati.algos.importance import effective_sample_size
 from coati.algos.masked import masked_moments, masked_whiten
-from coati.trainer.step_numbers import StepNumbers, explained_variance, joined_moments
+from coati.trainer.steps import StepNumbers, explained_variance, joined_moments
 
 VALUES = torch.tensor([[3.0, 5.0, 1e30], [1.0, 9.0, 4.0], [7.0, 1e30, 1e30]], dtype=torch.float64)
 MASK = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -37,8 +37,12 @@ class ShardedStrategy(Strategy):
 
     def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Start from rank 0's weights, shard the model in place and point the optimizer at the shards."""
+        if optimizer.state:
+            raise ConfigError(
+                "prepare must come before the first optimizer step: this optimizer already holds state for "
+                "parameters that are about to be sharded. Prepare first, then use load_optimizer."
+            )
         before = dict(model.named_parameters())
-        _check_optimizer(optimizer, before.values())
         self._shard(model)
         after = dict(model.named_parameters())
         successor = {id(parameter): after[name] for name, parameter in before.items()}
@@ -182,19 +186,3 @@ def transformer_blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield from blocks
         else:
             yield from transformer_blocks(child)
-
-
-def _check_optimizer(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse an optimizer that cannot be pointed at shards: one that has state, or other parameters."""
-    if optimizer.state:
-        raise ConfigError(
-            "prepare must come before the first optimizer step: this optimizer already holds state for "
-            "parameters that are about to be sharded. Prepare first, then use load_optimizer."
-        )
-    known = {id(parameter) for parameter in parameters}
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-    if strangers:
-        raise ConfigError(
-            f"prepare((model, optimizer)): the optimizer holds {len(strangers)} parameters that are not the "
-            f"model's, the first of shape {tuple(strangers[0].shape)}. Build it over model.parameters()."
-        )

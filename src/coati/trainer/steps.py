@@ -1,19 +1,29 @@
-"""Numbers of the joined batch: each rank sees its part, and all of them report what one rank with all of it would.
+"""Steps of training: their numbers, over all ranks, and whether there may be another.
 
-Everything that ranks have to tell each other about a batch is a handful of scalars. They travel as one vector in one
-exchange; how two ranks' numbers combine (a sum, a maximum, moments) is arithmetic that needs no
-process group, so it is tested in one process.
+Each rank sees its part of a batch, and all of them report what one rank with all of it would. What they have to tell
+each other is a handful of scalars, which travel as one vector in one exchange.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from coati.algos.masked import MaskedMoments
-from coati.errors import DataError
+from coati.errors import DataError, TrainingDiverged
+from coati.experience import Experience
+from coati.models.memory import local_part
+from coati.trainer.strategies import Strategy
+
+logger = logging.getLogger(__name__)
+
+MAX_SKIPPED_IN_A_ROW = 10
+"""Batches that may be skipped one after the other before training ends."""
 
 
 @dataclasses.dataclass
@@ -116,3 +126,77 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
                 "or sum from `step`, or leave it out."
             ) from None
     return plain
+
+
+class TrainingHealth:
+    """Counts steps and skipped batches, and ends training that cannot succeed. All ranks must call together."""
+
+    def __init__(
+        self, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], strategy: Strategy
+    ) -> None:
+        self.num_steps = 0
+        self.num_skipped = 0
+        self._num_skipped_in_a_row = 0
+        self._models = models
+        self._optimizers = optimizers
+        self._strategy = strategy
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Steps, skipped batches, and those skipped in a row: what a checkpoint holds."""
+        return self.num_steps, self.num_skipped, self._num_skipped_in_a_row
+
+    @counts.setter
+    def counts(self, counts: Iterable[int]) -> None:
+        self.num_steps, self.num_skipped, self._num_skipped_in_a_row = counts
+
+    def count_step(self) -> None:
+        """Count an optimizer step, and end training if it has made a weight NaN or infinite."""
+        self.num_steps += 1
+        self._num_skipped_in_a_row = 0
+        broken = [label for label, model in self._models.items() if not _are_finite(model)]
+        if self._strategy.any_rank(bool(broken)):
+            raise TrainingDiverged(
+                f"weights of the {' and the '.join(broken) or 'model, on another rank,'} are NaN or infinite after "
+                f"optimizer step {self.num_steps}. {self._remedy()}"
+            )
+
+    def count_skipped(self, experience: Experience, num_tokens: int, norms: Mapping[str, float]) -> None:
+        """Count a batch that could not be trained on, and end training if too many come in a row."""
+        self.num_skipped += 1
+        self._num_skipped_in_a_row += 1
+        found = ", ".join(f"{label} {norm}" for label, norm in norms.items())
+        ids = experience.sample_ids.tolist() if experience.sample_ids is not None else "unknown"
+        logger.warning(
+            "batch skipped, optimizer untouched: %d response tokens, gradient norms are %s (sample ids %s)",
+            num_tokens,
+            found,
+            ids,
+        )
+        if self._num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise TrainingDiverged(
+                f"{self._num_skipped_in_a_row} batches in a row were skipped; the last had {num_tokens} response "
+                f"tokens and gradient norms {found}. {self._remedy()}"
+            )
+
+    def check_progress(self) -> None:
+        """Raise `TrainingDiverged` if every batch so far was skipped, so that nothing was learned."""
+        if self.num_skipped > 0 and self.num_steps == 0:
+            raise TrainingDiverged(
+                f"all {self.num_skipped} batches were skipped, so nothing was learned. {self._remedy()}"
+            )
+
+    def _remedy(self) -> str:
+        rates = ", ".join(
+            f"train.{label}_lr is {optimizer.param_groups[0]['lr']:g}" for label, optimizer in self._optimizers.items()
+        )
+        return (
+            f"The learning rate may be too high ({rates}): lower it, or check the model's weights, and rewards and "
+            "advantages of the samples."
+        )
+
+
+def _are_finite(model: nn.Module) -> bool:
+    """Whether no trained weight, or part of one that this rank holds, is NaN or infinite."""
+    held = [local_part(weight.detach()) for weight in model.parameters() if weight.requires_grad]
+    return math.isfinite(nn.utils.get_total_norm([part for part in held if part.numel() > 0], math.inf))
