@@ -1,11 +1,7 @@
 """From scores to advantages: the KL-shaped reward, returns, GAE with a critic, and groups without one.
 
-A row's response is a prefix: True in the mask up to the last response token, False after it. The episode ends
-there, so the value after the last response token is 0.
-
-Without a critic, scores are compared with those of other responses to the same prompt. `group_ids` say which responses
-belong together, in any order and any number. All responses of a group must be in the same call: a group that is split
-over micro-batches or ranks would get two baselines. Scores are data, and results are detached.
+A row's response is a prefix of its mask; the value after its last token is 0. `group_ids` say which responses answer
+the same prompt: all of a group must be in the same call. Scores are data, and results are detached.
 """
 
 from typing import Literal, NamedTuple
@@ -47,10 +43,7 @@ def gae(
     gamma: float,
     lam: float | Tensor,  # of all rows, or [B]
 ) -> Tensor:
-    """Generalised advantage estimates, `[B, T]`, zeros on padding.
-
-    With δ_t = r_t + γ V_{t+1} - V_t, and V = 0 after the last response token,
-    A_t = Σ_l (γλ)^l δ_{t+l}. The targets for the critic are `gae(...) + values`.
+    """Generalised advantage estimates A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} - V_t, `[B, T]`, 0 on padding.
 
     >>> mask = torch.tensor([[True, True]])
     >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), mask, gamma=1.0, lam=1.0).tolist()
@@ -67,10 +60,7 @@ def adaptive_lambda(
     *,
     alpha: float,
 ) -> Tensor:
-    """VAPO's λ for GAE, 1 - 1 / (alpha · length), `[B]`: the longer a response, the further its score reaches back.
-
-    0 for responses of 1 / alpha tokens or fewer.
-    """
+    """VAPO's λ for GAE, 1 - 1 / (alpha · length) or 0, `[B]`: the longer a response, the further its score reaches."""
     return (1 - 1 / (alpha * mask.sum(-1).clamp(min=1))).clamp(min=0.0)
 
 
@@ -106,12 +96,10 @@ def grpo_advantages(
     divide_by: Literal["deviation", "mean", "nothing"] = "deviation",
     eps: float = 1e-6,
 ) -> Tensor:
-    """(score - group mean) / (group standard deviation + eps), `[B]`; or by the group mean, or undivided.
+    """(score - group mean) / (population standard deviation of the group + eps), `[B]`.
 
-    The standard deviation is the population's (divided by n). Undivided, as in Dr. GRPO, a prompt weighs as much as its
-    scores spread. By the mean, as in MaxRL (arXiv 2602.02710), hard prompts weigh more: with scores of 0 and 1 the
-    update follows the gradient of log(success rate), expanded to order n - 1. Scores must then be 0 or more. A group of
-    equal scores, or of one, gets exact zeros.
+    Or undivided (Dr. GRPO), or divided by the mean (MaxRL, arXiv 2602.02710), where hard prompts weigh more and scores
+    must be 0 or more. A group of equal scores, or of one, gets exact zeros.
 
     >>> scores, group_ids = torch.tensor([1.0, 5.0, 3.0, 7.0]), torch.tensor([0, 1, 0, 1])
     >>> grpo_advantages(scores, group_ids, eps=0.0).tolist()
@@ -159,8 +147,7 @@ def reinforce_returns(
 ) -> Tensor:
     """Discounted returns, `[B, T]`, zeros on padding: REINFORCE++ before it whitens them over the batch.
 
-    With `group_ids`, the variant with a baseline: every token of a response gives up the mean return of its
-    group, where a response's return is that of its first token, and rows without a token do not count.
+    With `group_ids` every token gives up the mean return, at first tokens, of the responses of its group.
     """
     returns = discounted_sums(zero_padding(token_rewards.detach(), mask, name="rewards"), mask, decay=gamma)  # [B, T]
     if group_ids is not None:
@@ -177,20 +164,13 @@ def has_signal(
     scores: Tensor,  # [B] one score per response
     group_ids: Tensor,  # [B] integers
 ) -> Tensor:
-    """False for the responses of groups whose scores are all equal, `[B]` bool; also for one alone in its group.
-
-    Their group advantages are zero, so training on them teaches nothing; DAPO samples other prompts instead.
-    """
+    """False for responses of groups whose scores are all equal, so that all advantages are zero, `[B]` bool."""
     groups = _groups(scores, group_ids)
     return groups.sum_of(groups.above_lowest) > 0
 
 
 class _Groups(NamedTuple):
-    """Scores `[B]` counted from the lowest of their group.
-
-    So counted, equal scores are exact zeros, where the rounding of a mean would leave noise for a division by
-    the standard deviation to blow up.
-    """
+    """Scores `[B]` counted from the lowest of their group, so that equal scores are exact zeros, and not noise."""
 
     members: Tensor  # [B] 0, 1, ... in place of the ids
     size: Tensor  # [B] responses in the group
@@ -198,11 +178,9 @@ class _Groups(NamedTuple):
     above_lowest: Tensor  # [B]
 
     def sum_of(self, values: Tensor) -> Tensor:
-        """At each response the sum of `values` `[B]` over its group."""
         return _group_sums(values, self.members)
 
     def mean_of(self, values: Tensor) -> Tensor:
-        """At each response the mean of `values` `[B]` over its group."""
         return divide_by_count(self.sum_of(values), self.size)
 
 

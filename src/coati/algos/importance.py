@@ -1,13 +1,10 @@
 """Training on data that an older policy sampled: importance weights.
 
-Three policies are told apart. The *behavior* policy sampled the tokens, perhaps several versions ago; the *proximal*
-policy is the one the step starts from, whose neighbourhood the clip keeps; the *current* policy is being trained.
-Decoupled PPO is `policy_loss` around the proximal policy, its advantages times importance weights. On-policy,
-behavior and proximal are the same, and it becomes, bit for bit, plain PPO.
+The *behavior* policy sampled the tokens, the *proximal* one is that which the step starts from, the *current* one is
+being trained. Decoupled PPO is `policy_loss` around the proximal policy, its advantages times importance weights.
 
-With d = log policy(token) - log behavior(token), a token's weight is w = exp(d), a response's is the product over its
-tokens, exp(Σ d), or their geometric mean, exp(Σ d / n), which does not depend on its length. Weighted by w of tokens or
-responses, data of an older policy is unbiased for the newer one; the variance that this costs is why w is cut:
+With d = log policy(token) - log behavior(token), a token's weight is w = exp(d), a response's is exp(Σ d), or their
+geometric mean exp(Σ d / n). The variance that unbiased weights cost is why w is cut:
 
 | kind       | weight                         | known as                                                         |
 |------------|--------------------------------|------------------------------------------------------------------|
@@ -15,8 +12,7 @@ responses, data of an older policy is unbiased for the newer one; the variance t
 | "mask"     | w if floor ≤ w ≤ cap else 0    | MIS; IcePop (tokens, 0.5 to 5); geometric mask (0.999 to 1.001)  |
 | "none"     | 1                              |                                                                  |
 
-Weights are data or numbers to watch, and never differentiated. On-policy data has log-ratio 0, weight exactly 1
-whatever the kind and level, and effective sample size 1.
+Weights are never differentiated. On-policy data has weight exactly 1, whatever the kind and level.
 """
 
 from typing import Literal, assert_never
@@ -42,17 +38,13 @@ def importance_weights(
 ) -> Tensor:
     """Weight of each response token, `[B, T]`, detached, zeros on padding.
 
-    At level "sequence" all tokens of a response carry the weight of the whole response, at level "geometric" the
-    geometric mean of its tokens' weights. `cap` must be 1 or more (`math.inf` for none) and `floor`, which only a mask
-    has, 1 or less, so that on-policy data is never cut. A weight too large for its dtype becomes the largest power of e
-    that is not.
+    `cap` must be 1 or more and `floor`, which only a mask has, 1 or less, so that on-policy data is never cut. A weight
+    too large for its dtype becomes the largest power of e that is not.
 
     >>> logprobs, behavior = torch.tensor([[4.0, 0.5]]).log(), torch.zeros(1, 2)
     >>> mask = torch.ones(1, 2, dtype=torch.bool)
     >>> importance_weights(logprobs, behavior, mask, level="token", kind="truncate", cap=2.0).tolist()
     [[2.0, 0.5]]
-    >>> importance_weights(logprobs, behavior, mask, level="sequence", kind="mask", cap=1.5).tolist()
-    [[0.0, 0.0]]
     """
     assert floor <= 1 <= cap, f"on-policy data has weight 1, got bounds of {floor} and {cap}"
     current = zero_padding(logprobs.detach(), mask, name="logprobs")
@@ -87,9 +79,7 @@ def weight_moments(
 
 
 def effective_sample_size(weights: MaskedMoments) -> Tensor:
-    """(Σ w)² / (n Σ w²), a scalar: the share of the data that the weights leave.
-
-    1 on-policy, 1/n when one weight dwarfs all others, 0 without any sample.
+    """(Σ w)² / (n Σ w²), a scalar: the share of the data that the weights leave; 0 without any.
 
     >>> weights = torch.tensor([[3.0, 1.0, 2.0]])  # 36 / (3 · 14)
     >>> round(effective_sample_size(weight_moments(weights.log(), weights > 0, level="token")).item(), 4)

@@ -9,17 +9,11 @@ A surrogate is what a token adds to the objective, given its ratio r = policy / 
 | dppo      | sg(min(r, cap)) · A · log π, or 0      | min(r, cap), or 0 if masked      | arXiv 2602.04879 |
 | sapo      | A · σ(τ(r - 1)) · 4/τ                  | 4σ(1 - σ) · r                    | arXiv 2511.20347 |
 
-On-policy, where r = 1, all have the gradient A · ∇log π.
+On-policy, where r = 1, all have the gradient A · ∇log π. Denominators (`num_tokens`, `num_sequences`) count the whole
+optimizer step and come from outside, so that losses, fractions and gradients of micro-batches add up; 0 gives 0, not
+nan. Only the first argument of each loss is differentiated.
 
-Denominators (`num_tokens`, `num_sequences`) count the whole optimizer step, over all micro-batches and ranks, and come
-from outside: then the losses, the fractions and the gradients of micro-batches simply add up. (With gradients averaged
-over ranks, as DDP does, multiply the loss by the number of ranks.) A denominator of 0 gives 0, not nan. Rows are never
-split over micro-batches.
-
-Only the first argument of each loss is differentiated. Everything else is data, and is detached here.
-
-KL(policy || reference) is estimated at tokens that the policy sampled. With d = log policy(token) - log
-reference(token), the three estimators of Schulman's note are:
+Schulman's estimators of KL(policy || reference), with d = log policy(token) - log reference(token):
 
 | name | formula           | unbiased | never negative |
 |------|-------------------|----------|----------------|
@@ -27,9 +21,8 @@ reference(token), the three estimators of Schulman's note are:
 | k2   | d² / 2            | no       | yes            |
 | k3   | exp(-d) - 1 + d   | yes      | yes            |
 
-"Unbiased" is about the value. As a loss to differentiate, only k2 has the gradient of the KL in expectation: the
-gradient of k1 averages to zero, and that of k3 follows the reversed KL. As a penalty inside the reward, where no
-gradient flows, any of them will do.
+As a loss to differentiate, only k2 has the gradient of the KL in expectation: that of k1 averages to zero, and that of
+k3 follows the reversed KL.
 """
 
 import math
@@ -51,11 +44,7 @@ the gain of each token and whether its ratio was held back, all [B, T]. An advan
 
 
 class PolicyLossOutput(NamedTuple):
-    """The loss and numbers to watch. All scalars; all but `loss` and `kl_term` are detached.
-
-    Over the micro-batches of a step, `loss`, `clip_fraction` and `approx_kl` add up and `ratio_max` takes the
-    maximum.
-    """
+    """Scalars; all but `loss` and `kl_term` are detached. All add up over micro-batches, but for `ratio_max`."""
 
     loss: Tensor
     """-Σ surrogate / num_tokens."""
@@ -70,7 +59,7 @@ class PolicyLossOutput(NamedTuple):
 
 
 class ValueLossOutput(NamedTuple):
-    """The loss and numbers to watch. Both scalars, both add up over micro-batches."""
+    """Scalars that add up over micro-batches."""
 
     loss: Tensor
     """0.5 · Σ max((v - R)², (clipped v - R)²) / num_tokens."""
@@ -164,8 +153,7 @@ def cispo(clip_low: float, clip_high: float) -> Surrogate:
 def dppo(mask_low: float, mask_high: float, *, cap: float) -> Surrogate:
     """DPPO's: a token is masked where its probability, not its ratio, has moved too far the way its advantage points.
 
-    That is by more than `mask_high` up where A > 0, or `mask_low` down where A < 0. So rare tokens, whose ratios are
-    large while hardly any probability moves, keep learning, and frequent ones stop in time.
+    That is by more than `mask_high` up where A > 0, or `mask_low` down where A < 0.
     """
 
     def surrogate(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,13 +216,9 @@ def loss_weights(
 ) -> Tensor:
     """Weights `[B, T]`, zeros on padding, so that Σ weight · loss is a step's loss.
 
-    - "token": 1 / num_tokens. Every token counts the same (PPO, DAPO).
-    - "sequence": 1 / (length of its response · num_sequences). Every response counts the same (GRPO), so a
-      token of a long one counts less.
-    - "constant": 1 / (max_length · num_sequences). Every token counts the same, in this step and in any
-      other, whatever the lengths (Dr. GRPO).
-
-    Whether responses without a token count is the caller's choice.
+    - "token": 1 / num_tokens (PPO, DAPO).
+    - "sequence": 1 / (length of its response · num_sequences) (GRPO).
+    - "constant": 1 / (max_length · num_sequences) (Dr. GRPO).
 
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> loss_weights(mask, mode="sequence", num_tokens=3, num_sequences=2, max_length=2).tolist()
@@ -279,8 +263,6 @@ def kl_estimate(
 def adapted_coefficient(coefficient: float, kl: float, target: float) -> float:
     """Return the coefficient for the next step: up to 2 % larger if the KL was above `target`, smaller if below.
 
-    A proportional controller (Ziegler et al. 2019). A KL that is not finite changes nothing.
-
     >>> adapted_coefficient(0.5, kl=0.11, target=0.1), adapted_coefficient(0.5, kl=9.0, target=0.1)
     (0.505, 0.51)
     """
@@ -296,10 +278,7 @@ def kl_penalty(
     kind: KLKind,
     weights: Tensor,  # [B, T] share of each token: see `loss_weights`
 ) -> Tensor:
-    """Σ weight · KL estimate, a scalar to be added to the loss times its coefficient. The gradient is of `logprobs`.
-
-    Not with k1: its gradient averages to zero whatever the policy does.
-    """
+    """Σ weight · KL estimate, a scalar to be added to the loss times its coefficient; not with k1."""
     assert kind != "k1"
     shares = zero_padding(weights.detach(), mask, name="weights")
     return (shares * kl_estimate(logprobs, reference_logprobs.detach(), mask, kind=kind)).sum()

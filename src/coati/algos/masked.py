@@ -1,8 +1,6 @@
 """Sums, means and whitening over the real entries of a padded tensor.
 
-Padding may hold anything, `nan` and `inf` included. `zero_padding` is the one gate that all of `algos` goes
-through: it selects with `torch.where` instead of multiplying by the mask, because `nan * 0` is `nan`, in the
-forward pass and in the gradient alike.
+Padding may hold anything, `nan` included, so `zero_padding`, the gate of all of `algos`, selects and never multiplies.
 """
 
 import math
@@ -29,8 +27,6 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 def zero_padding(values: Tensor, mask: Tensor, *, name: str = "values") -> Tensor:
     """`values` in at least float32 with exact zeros, and exactly zero gradient, where `mask` is False.
-
-    The shapes must be equal: a silent broadcast of `[B]` against `[B, T]` would train on the wrong numbers.
 
     >>> values = torch.tensor([1.0, float("nan")])
     >>> zero_padding(values, torch.tensor([True, False])).tolist()
@@ -89,9 +85,7 @@ def masked_whiten(
 ) -> Tensor:
     """`values` shifted to mean 0 and scaled to variance 1 over the masked entries, and 0 on padding; same shape.
 
-    `eps` is added to the variance, so equal entries become zeros instead of `nan`. Fewer than two entries have no
-    spread: they are not scaled. With `moments` of a whole step, over all its micro-batches and ranks, each part of it
-    is whitened as the whole would be.
+    Fewer than two entries are not scaled. With `moments` of a whole step each part is whitened as the whole would be.
 
     >>> masked_whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()
     [-1.0, 1.0, 0.0]

@@ -1,7 +1,6 @@
 """The policy: a transformers causal language model, and the one code by which maker, learner and evaluation score it.
 
-A model that we know is called with packed rows, and its output head is applied to a chunk of tokens at a time: neither
-padding nor a `[tokens, vocabulary]` tensor is ever computed. Any other is asked for its logits, with padding.
+A model that we know is called with packed rows and scored by hidden states, any other with padding and by its logits.
 """
 
 import contextlib
@@ -33,10 +32,7 @@ from coati.models.tiles import TILE, is_same_in_any_company, same_in_any_company
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """What to ask of a model instead of its logits: log-probs of the last `num_actions` tokens of each row.
-
-    A class and not a tuple, because sharding casts the tensors that it finds in a call's arguments.
-    """
+    """What to ask of a model instead of its logits; no tuple, whose tensors sharding would cast."""
 
     num_actions: int
     temperatures: Tensor | None = None
@@ -112,10 +108,7 @@ def action_logprobs(
     temperatures: Tensor | None = None,  # [B]
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (and entropies) of the last `num_actions` tokens, [B, A], for makers, learner and evaluation alike.
-
-    Where the model is known well enough, only real tokens are computed, and logits of a few at a time. Padding gets 0.
-    """
+    """Log-probs (and entropies) of the last `num_actions` tokens, [B, A]; padding gets 0."""
     if num_actions == 0:
         empty = torch.zeros(sequences.shape[0], 0, device=sequences.device)
         return empty, (empty if with_entropy else None)
@@ -168,10 +161,7 @@ def scoring_problem(model: nn.Module) -> str | None:
 def score_actions(
     model: nn.Module, sequences: Tensor, attention_mask: Tensor | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and, if asked for, entropies, [B, A] each, by a transformers model without `scoring_problem`.
-
-    Tokens that the attention mask leaves out, and such as have no token before them, get 0.
-    """
+    """The same by a transformers model without `scoring_problem`; tokens without one before them get 0 too."""
     with same_in_any_company(model, sequences):
         packed = PackedRows.of(sequences, attention_mask)
         if len(packed) == 0:

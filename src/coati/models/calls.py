@@ -12,11 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 
 def own_config(config: PreTrainedConfig | str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """A config for one model alone: read from its path, or a copy of what came.
-
-    transformers writes into the config that a model is made from (its dtype, its attention), so two models made from
-    one config would be what the second one was asked to be.
-    """
+    """A config for one model alone, because transformers writes into it: read from its path, or a copy of what came."""
     if isinstance(config, str | Path):
         loaded: PreTrainedConfig = AutoConfig.from_pretrained(str(config), trust_remote_code=trust_remote_code)
         return loaded

@@ -24,10 +24,7 @@ class LayerLoRA:
 
 
 def add_lora(model: PreTrainedModel | nn.Module, settings: LoRASettings | None, *, task: str) -> Any:
-    """Put peft adapters on a model; only they are trainable. B starts at zero, so the function is unchanged.
-
-    Without settings, or with rank 0, the model stays as it is.
-    """
+    """Put peft adapters on a model, which alone are trainable; without settings, or with rank 0, it stays as it is."""
     if settings is None or not settings.rank:
         return model
     from peft import LoraConfig, get_peft_model
@@ -51,8 +48,6 @@ def add_lora(model: PreTrainedModel | nn.Module, settings: LoRASettings | None, 
 def plain_name(name: str) -> str:
     """The name a weight has in the same model without peft.
 
-    >>> plain_name("model.base_model.model.lm_head.weight")
-    'model.lm_head.weight'
     >>> plain_name("body.base_model.model.layers.0.q_proj.base_layer.weight")
     'body.layers.0.q_proj.weight'
     """
@@ -120,8 +115,7 @@ class LoRAConstructor:
     ) -> dict[str, Tensor]:
         """Weights under plain names: adapted layers as W₀ + scale·B·A, everything else as it came.
 
-        W₀ is the base weight that travels along (a full update) or came with an update that `adopt` accepted, else the
-        receiver's own, which is looked at when a layer's first adapter comes.
+        W₀ is the base weight that travels along or came with an update that `adopt` accepted, else the receiver's own.
         """
         is_adapted = has_adapters(state_dict)
         halves: dict[str, dict[str, Tensor]] = {}

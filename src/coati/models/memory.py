@@ -32,11 +32,9 @@ def are_shapes_enough(options: Iterable[str] = ()) -> bool:
 
 
 def own_memory(model: Model) -> Model:
-    """Copy weights that were just loaded out of the file that they still are, on a machine without GPUs.
+    """Copy weights out of the file that transformers maps into memory, on a machine without GPUs.
 
-    transformers maps safetensors files into memory. A model that stays on the CPU would change while it serves if the
-    file were written to, and its process would end if the file were cut short. Where there are GPUs, models go
-    to one, which is a copy, and the host may have no room for another.
+    A model on the CPU would change if the file were written to, and its process end if it were cut short.
     """
     if not torch.cuda.is_available():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -45,14 +43,7 @@ def own_memory(model: Model) -> Model:
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Names in the state dict that share their tensor with an earlier name, mapped to that name.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-        >>> net[1].weight = net[0].weight
-        >>> tied_names(net)
-        {'1.weight': '0.weight'}
-    """
+    """Names in the state dict that share their tensor with an earlier name, mapped to that name."""
     first_name: dict[object, str] = {}
     tied: dict[str, str] = {}
     for name, tensor in state_tensors(module).items():
@@ -84,10 +75,8 @@ def iter_state_chunks(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the state dict in its own order, in chunks of at most `max_bytes`.
 
-    A tensor larger than that is a chunk by itself. Tied weights come once, under their first name. Tensors
-    are detached, whole, on their device and in their dtype; whole parameters still share memory with the
-    module. Sharded ones are gathered one at a time, so all ranks must iterate in step, and every rank gets
-    every chunk. With `names`, only those are gathered.
+    A larger tensor is a chunk by itself. Tied weights come once, under their first name. Tensors are detached, whole,
+    and may share memory with the module. Sharded ones are gathered one at a time: all ranks must iterate in step.
     """
     tied = tied_names(module)
     chunk: dict[str, Tensor] = {}

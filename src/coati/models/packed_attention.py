@@ -1,14 +1,12 @@
 """Attention over rows that lie end to end in one sequence: each token sees the tokens of its own row before it.
 
-Registered with transformers under the name `coati_packed`. A model that is set to it computes exactly what it did with
-`sdpa`, until a call brings `cu_seq_lens_q`, the starts of the rows: then no mask is built and no padding computed.
+Registered with transformers as `coati_packed`, which is `sdpa` until a call brings `cu_seq_lens_q`, the starts of rows.
 
     CUDA, half precision    torch's variable-length flash kernel, where torch has one
     everything else         rows of like length side by side, one call for each power of two among the lengths
 
-Tokens that rows have in common come once (`coati.models.packing`) and are laid out as whole rows here.
-Grouped queries read their key-value heads as they lie. In the second way rows are filled up behind their end, where
-causality hides it from every real token, so the numbers are those of each row alone.
+Tokens that rows have in common come once (`coati.models.packing`) and are laid out as whole rows here. In the second
+way rows are filled up behind their end, where causality hides it.
 """
 
 import functools
@@ -90,10 +88,7 @@ _Flash = Callable[[_Heads, Tensor, int, float | None, int | None], Tensor]
 
 
 def _flash_kernel() -> _Flash | None:
-    """torch's variable-length attention behind one signature, or None where this torch has none that fits.
-
-    Its arguments changed between releases; the kernel below them takes grouped heads in all of them.
-    """
+    """torch's variable-length attention, whose arguments changed between releases; None where none fits."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -118,10 +113,7 @@ _FLASH = _flash_kernel()
 
 
 def drop_flash_on_old_gpus(device: torch.device) -> None:
-    """Do without the variable-length kernel on a GPU before Ampere, which it does not support.
-
-    Call it before anything is compiled.
-    """
+    """Do without the variable-length kernel on a GPU before Ampere; call it before anything is compiled."""
     global _FLASH
     if torch.cuda.get_device_capability(device) < (8, 0):
         _FLASH = None
@@ -178,7 +170,7 @@ class _Bucket(NamedTuple):
         return len(self.spots) == self.num_rows * self.width
 
     def filled_up(self, values: Tensor) -> Tensor:
-        """[t, H, D] to [num_rows, width, H, D], with zeros behind the end of each row."""
+        """[t, H, D] to [num_rows, width, H, D]."""
         wide = values if self.is_full else spread(values, self.spots, self.num_rows * self.width)
         return wide.reshape(self.num_rows, self.width, *values.shape[1:])
 
@@ -192,11 +184,10 @@ class _Bucket(NamedTuple):
 def _buckets(
     lengths: tuple[int, ...], device: torch.device, _stream: int, _in_inference: bool, is_tiled: bool
 ) -> list[_Bucket]:
-    """The rows by the power of two of their length: less than half of a call is filled up, and calls are few.
+    """The rows by the power of two of their length, short ones together: less than half of a call is filled up.
 
-    Short rows are one bucket: what they waste costs less than another call. What was made on one stream is not for
-    another, and what was made in inference mode not for training, so they only tell calls apart. With `is_tiled` the
-    width of a row does not depend on the others.
+    What was made on one stream, or in inference mode, is not for another. With `is_tiled` the width of a row does not
+    depend on the others.
     """
     starts = [0, *itertools.accumulate(lengths)]
     members: dict[int, list[int]] = {}

@@ -4,22 +4,16 @@
         [e f g h i . . .]    →    [a b c d e f g h i j k]    positions 0 1 2 3 0 1 2 3 4 0 1
         [. . . j k . . .]
 
-A forward pass over the joined row is an ordinary call of the model, with positions that begin at 0 in each row and with
-attention that stays inside of it (`coati.models.packed_attention`).
-
-Where rows begin alike, as several responses to one prompt do, what they have in common is computed once. A token's
-hidden state depends on what comes before it and on nothing else, so the prompt's is the same in all of them:
+The joined row is an ordinary call of the model, with attention that stays inside of each row (`packed_attention.py`).
+Where rows begin alike, as several responses to one prompt do, what they have in common is computed once:
 
         [p q r a b]                                       a row's token    computed at
         [p q r c .]    →    computed: p q r a b c d e     p q r a b        0 1 2 3 4
         [p q r d e]                                       p q r c          0 1 2 5
                                                           p q r d e        0 1 2 6 7
 
-Only attention sees whole rows. It takes a prompt's keys and values as often as there are rows with it, and their
-gradients add up, so log-probs, values and gradients are those of whole rows to rounding.
-
-Packing works wherever an ordinary call does: under every strategy, with adapters. Models that are not known to pass
-these arguments on to their attention are called with padding; `packing_problem` gives the reason.
+Only attention sees whole rows, so log-probs, values and gradients are those of whole rows to rounding. Models that are
+not known to pass these arguments on to their attention are called with padding; `packing_problem` gives the reason.
 """
 
 import dataclasses
@@ -91,8 +85,6 @@ class SharedPrefixes:
 
 def _lenders(in_common: Sequence[int], least: int) -> tuple[list[int], list[int]]:
     """From which row each one takes its first tokens, and how many; `in_common` is what it shares with the one before.
-
-    What that one took itself is from the same lender, so the smaller of the two numbers is what they all have.
 
     >>> _lenders([40, 35, 3, 50], 32)
     ([0, 0, 0, 3, 3], [0, 40, 35, 0, 50])
@@ -184,13 +176,7 @@ class PackedTargets:
 
     @classmethod
     def of(cls, packed: PackedRows, num_actions: int) -> "PackedTargets":
-        """The real tokens among the last `num_actions` columns.
-
-        >>> packed = PackedRows.of(torch.tensor([[6, 7, 8], [9, 4, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]]))
-        >>> targets = PackedTargets.of(packed, 2)
-        >>> targets.tokens.tolist(), targets.predecessors.tolist(), targets.rows.tolist(), targets.columns.tolist()
-        ([7, 8, 4], [0, 1, 3], [0, 0, 1], [0, 1, 0])
-        """
+        """The real tokens among the last `num_actions` columns."""
         width = packed.shape[1]
         columns = packed.spots % width - (width - num_actions)
         at = ((columns >= 0) & (packed.positions > 0)).nonzero().squeeze(1)

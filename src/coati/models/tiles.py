@@ -1,14 +1,13 @@
 """On the CPU a token gets the same bits in any company: other rows, another order, more padding.
 
-What one row of a tensor comes to is rounded differently when the operation has another shape, because libraries choose
-their kernels by it. So without gradients, operations get shapes that the row decides alone:
+Libraries choose kernels, and with them the rounding, by the shape of an operation. So without gradients, operations get
+shapes that the row decides alone:
 
     matrix products             always so many rows at once, the last ones filled up with zeros
     attention                   rows beside others that are filled up to the same length, see `padded_length`
     activations                 pieces that vector instructions cover without a rest, and threads do not share
 
-Norms, softmax and embeddings work row by row as they are. Learning needs none of this: its batches are the same
-for any number of makers.
+Norms, softmax and embeddings work row by row as they are. Learning needs none of this.
 """
 
 import contextlib
@@ -42,10 +41,7 @@ def is_same_in_any_company() -> bool:
 
 @contextlib.contextmanager
 def same_in_any_company(model: nn.Module, like: Tensor, *, tile: int = TILE) -> Iterator[None]:
-    """Inside, the model gives tokens the same bits in any company; only if `like` is on a CPU and has no gradients.
-
-    Compiled blocks are left as they are.
-    """
+    """Inside, a model that is not compiled gives tokens the same bits in any company; on a CPU, without gradients."""
     if like.device.type != "cpu" or torch.is_grad_enabled():
         yield
         return

@@ -33,8 +33,7 @@ _HEAD_NAMES = ("score", "classifier", "v_head", "value_head")
 class ValueHeadModel(nn.Module):
     """Takes a sequence-classification model with one label, a causal LM, or a bare decoder.
 
-    A classification model brings its own head; the other two get a new one that starts at zero, so that the
-    first values are 0 and not noise.
+    The last two get a new head that starts at zero.
     """
 
     def __init__(self, model: PreTrainedModel, *, lora: LoRASettings | None = None) -> None:
@@ -114,10 +113,7 @@ class ValueHeadModel(nn.Module):
 
 
 class Critic(ValueHeadModel):
-    """V(state) at each token: `forward` gives [B, S], where entry t values the text up to and with token t.
-
-    The value *before* response token t, which GAE needs, is the entry at the position before it.
-    """
+    """V(state) at each token: `forward` gives [B, S], where entry t values the text up to and with token t."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Values at each position, [B, S]."""
@@ -150,10 +146,7 @@ class RewardModel(ValueHeadModel):
 
 
 def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor | None, num_actions: int) -> Tensor:
-    """V(state before each response token), [B, A]: the critic's output one position earlier.
-
-    A hand-written critic may return [B, A] itself.
-    """
+    """V(state before each response token), [B, A]; a hand-written critic may return that itself."""
     values: Tensor = critic(sequences, attention_mask)
     batch, length = sequences.shape
     came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__

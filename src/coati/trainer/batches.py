@@ -43,12 +43,9 @@ class MicroBatch(NamedTuple):
 class PassSize:
     """Most tokens of a pass: `train.micro_batch_tokens` or, with "auto", what has fitted into memory so far.
 
-    "auto" starts with `LARGEST_PASS` on a GPU, and halves it when a pass runs out of memory, for the rest of the run.
-    It never tries more, because that would not be faster: so many tokens keep all processors of a large card busy in
-    every kernel, even those of a small model, and the memory may be wanted by a maker on the same card. Where a step
-    cannot start over it is `FIXED_PASS`: with several ranks, which wait for each other in a pass, and where parameters
-    are sharded, because FSDP2 cannot leave one halfway. On a CPU it starts with that, for bits must not depend on the
-    machine.
+    "auto" starts with `LARGEST_PASS` on a GPU (more would not be faster) and halves it when a pass runs out of memory.
+    It is `FIXED_PASS` where a step cannot start over: with several ranks, which wait for each other in a pass, and with
+    sharded parameters, because FSDP2 cannot leave one halfway. On a CPU it starts with that.
     """
 
     def __init__(self, train: TrainSettings, strategy: Strategy) -> None:
@@ -60,10 +57,7 @@ class PassSize:
 
     @contextlib.contextmanager
     def guard(self, label: str, one: MicroBatch) -> Iterator[None]:
-        """Turn errors of the device in a pass into ours, with its size and the settings to change.
-
-        If memory ran out and the step can start over, passes are made smaller, and `PassTooLarge` is raised instead.
-        """
+        """Turn errors of the device in a pass into ours; `PassTooLarge` if smaller passes may do."""
         is_single = one.part.num_samples < 2
         if is_single:
             remedy = "A pass has at least one sample: lower rollout.max_new_tokens or prompts.max_tokens"
@@ -97,11 +91,7 @@ def micro_batches(
     max_rows: int,
     max_tokens: int,
 ) -> Iterator[MicroBatch]:
-    """Cut a batch into passes.
-
-    Sharded parameters are gathered by all ranks together, so all ranks make as many passes, and at least one: a rank
-    that finished early would leave the others waiting in their next forward pass.
-    """
+    """Cut a batch into passes; all ranks make as many, at least one, because they gather parameters together."""
     parts: list[slice] = []
     costs: list[int] = []
     if experience.num_samples > 0 and experience.num_actions > 0:

@@ -7,8 +7,8 @@
         rank-0.safetensors   of each rank: its random state, and samples that were delivered and not trained on
         manifest.json        a digest of every file
 
-The training thread copies everything to host memory, and another one writes. A checkpoint that cannot be written costs
-nothing but itself: training continues, and those before it stay.
+The training thread copies everything to host memory, and another one writes. If it cannot, training continues, and
+the checkpoints before it stay.
 """
 
 import json
@@ -159,8 +159,8 @@ class Checkpoints:
     def restore(self, path: Path) -> dict[str, Any]:
         """Load everything from a checkpoint, before training; returns its version and the counters it was saved with.
 
-        With another number of ranks than saved it, or after a version that a stop ended early and that counts as a
-        whole one from now on, samples that were not trained on are made again. CheckpointError if it is not whole.
+        With another number of ranks, or after a version that a stop ended early, samples that were not trained on are
+        made again. CheckpointError if it is not whole.
         """
         learner, strategy = self._learner, self._learner.strategy
         state = strategy.run_on_all(lambda: _read_state(path), f"read {path}")
@@ -185,10 +185,7 @@ class Checkpoints:
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the newest checkpoint in a folder that is whole, and its state; others are named and passed by.
-
-    Raises CheckpointError if there is none.
-    """
+    """Return the newest checkpoint in a folder that is whole, and its state; CheckpointError if there is none."""
     damaged = []
     for path in saved_versions(folder):
         try:

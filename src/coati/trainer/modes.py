@@ -18,10 +18,7 @@ from coati.trainer.strategies.sharded import transformer_blocks
 
 
 def set_learning_mode(model: nn.Module) -> None:
-    """Turn dropout off: it would make the ratio to the sampling policy differ from 1 on its own data.
-
-    Layers that compute their activations twice do so only in training mode, so these alone stay in it.
-    """
+    """Turn dropout off; layers that compute their activations twice do so only in training mode, and stay in it."""
     model.eval()
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
@@ -43,11 +40,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile each transformer block when it is first called, for any number of tokens.
-
-    Blocks of one class share their code, so that this takes as long for many as for one; and hooks around them, which
-    gather weights and share gradients, stay where they are.
-    """
+    """Compile each transformer block when it is first called, for any number of tokens; hooks around it stay."""
     blocks = list(transformer_blocks(model))
     if not blocks:
         raise ConfigError(f"compile needs a model with two or more blocks, got {type(model).__name__}. Leave it out.")
@@ -56,10 +49,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Refuse to compile for a device where torch.compile would find no compiler for what it writes.
-
-    That is C++ for a CPU, and for a GPU the C around its kernels. Otherwise a long traceback says so in the first step.
-    """
+    """Refuse to compile without a compiler for what torch.compile writes: C++ for a CPU, for a GPU C around kernels."""
     variable, usual = ("CC", ("gcc", "clang")) if device.type == "cuda" else ("CXX", ("g++", "clang++"))
     named = shlex.split(os.environ.get(variable, ""))[:1]
     if not any(map(shutil.which, named or usual)):

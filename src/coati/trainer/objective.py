@@ -1,8 +1,7 @@
 """The policy's objective: which ratio is clipped around what, how tokens add up, the KL term, the correction for age.
 
 The first step on a batch writes the log-probs of the weights that it starts from onto it: they are the *proximal*
-policy, and the ratio proximal / behavior says how far the policy has moved since the tokens were sampled. Later epochs
-are held to the same proximal policy.
+policy, also of later epochs.
 """
 
 import functools

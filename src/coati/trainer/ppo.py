@@ -32,8 +32,7 @@ from coati.trainer.strategies import Strategy
 class PPOLearner:
     """Actor, critic and their optimizers, prepared by a strategy. Algorithms without a critic pass None for it.
 
-    `step` is all or nothing: if either gradient is not finite, neither optimizer moves, and the batch is
-    counted and named.
+    `step` is all or nothing: if either gradient is not finite, neither optimizer moves.
     """
 
     def __init__(
@@ -108,8 +107,7 @@ class PPOLearner:
     def step(self, experience: Experience) -> dict[str, float]:
         """Learn from one batch; returns metrics, `actor_loss` and, with a critic, `critic_loss` among them.
 
-        With several ranks each passes its own batch, of any size; step and metrics are those of all of them joined.
-        A rank that has no data passes an empty batch (`Experience.empty()`).
+        Each rank passes its own batch, of any size or empty; step and metrics are those of all of them joined.
         """
         experience.validate()
         experience.to_device(self.device)

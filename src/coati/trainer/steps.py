@@ -49,17 +49,7 @@ class StepNumbers:
         self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 
     def over_all_ranks(self, all_gather: Callable[[Tensor], Tensor]) -> "StepNumbers":
-        """Combine the numbers of all ranks' batches, by one exchange: `all_gather` makes [W, n] of [n].
-
-        One rank keeps its numbers to the last bit.
-
-        Example:
-            >>> mine, other = StepNumbers(), StepNumbers()
-            >>> mine.add("tokens", torch.tensor(3)), other.add("tokens", torch.tensor(4))
-            (None, None)
-            >>> mine.over_all_ranks(lambda vector: torch.stack([vector, other.as_vector()])).shares["tokens"].item()
-            7.0
-        """
+        """Combine the numbers of all ranks' batches, by one exchange: `all_gather` makes [W, n] of [n]."""
         rows = all_gather(self.as_vector())
         if len(rows) == 1:
             return self
@@ -86,14 +76,7 @@ class StepNumbers:
 
 
 def joined_moments(means: Tensor, variances: Tensor, counts: Tensor) -> MaskedMoments:
-    """Mean and variance of the entries of all parts, [W] each; of none, zeros.
-
-    Example:
-        >>> parts = torch.tensor([[1.0, 0.0, 1.0], [4.0, 1.0, 2.0]])  # of 1, and of 3 and 5
-        >>> joined = joined_moments(*parts.unbind(1))
-        >>> joined.mean.item(), round(joined.variance.item(), 4), joined.num_entries.item()
-        (3.0, 2.6667, 3.0)
-    """
+    """Mean and variance of the entries of all parts, [W] each; of none, zeros."""
     count = counts.sum()
     shares = counts / count.clamp(min=1)
     # Relative to one of the parts: the mean of equal means is then exact.
@@ -110,12 +93,7 @@ def explained_variance(target: MaskedMoments, residual: MaskedMoments) -> float:
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Turn a learner's metrics into floats, which logs and checkpoints hold.
-
-    Example:
-        >>> plain_metrics({"policy/loss": torch.tensor(0.5), "policy/steps": 3})
-        {'policy/loss': 0.5, 'policy/steps': 3.0}
-    """
+    """Turn a learner's metrics into floats, which logs and checkpoints hold."""
     plain = {}
     for name, value in metrics.items():
         try:

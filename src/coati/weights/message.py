@@ -8,15 +8,8 @@ and says what the update consists of, so that a receiver can tell a whole update
 | by value | travel with the chunk (over Ray: put into the object store once) | anywhere |
 | `CardMemory` | stay on the card, from where receivers copy them | all receivers on the sender's card |
 
-A chunk is one flat buffer (`layout`). The sender makes it with `value_chunk` or `CardMemory.make_chunk`, and
-receivers read both with a `ChunkReader`.
-
-    sender                                            receiver
-    parameters ─ copy ─► buffer ─ IPC handle ───────► clone ─ check ─► stage ─ commit: copies on the card
-
-On a card the sender keeps a buffer for each chunk and uses it again for the next update, so a handle is made once. A
-receiver clones a chunk before it answers. It costs the card room for two more copies of the weights: the buffers, and
-the stage until its commit. On CPU tensors in one process the code is the same, but for the handles and the checksum.
+A chunk is one flat buffer (`layout`), which receivers read with a `ChunkReader`. On a card the sender uses the buffer
+of a chunk again for the next update, and a receiver clones it before it answers: the weights are there three times.
 """
 
 import contextlib
@@ -130,9 +123,7 @@ def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
 
 
 def layout(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
-    """Where each tensor begins in a chunk's buffer, and the room that all take.
-
-    Both sides compute it from the specs, so no offset travels and none can be wrong.
+    """Where each tensor begins in a chunk's buffer, and the room that all take; both sides compute it.
 
     >>> layout((TensorSpec("a", (3,), torch.float32), TensorSpec("b", (), torch.bool)))
     ((0, 256), 512)
@@ -201,8 +192,7 @@ class CardHandle:
 class CardMemory:
     """Memory on the sender's card that receivers copy from: a buffer for each chunk, which the next update overwrites.
 
-    A receiver that reads too late, after the sender has given it up, finds bytes of another update, and their checksum
-    is not that of its chunk.
+    A receiver that reads too late notices by the checksum.
     """
 
     # Both sides wait for the card several times for each chunk. On a card that others use too, each wait takes
@@ -281,10 +271,7 @@ def _itself(buffer: Tensor) -> Tensor:
 
 
 def checksum_of(info: ChunkInfo, memory: Tensor) -> int:
-    """XXH3 over a chunk's description and its bytes (on a card, their `device_checksum`): any flipped bit changes it.
-
-    It runs at the speed of memory. It is no protection against a sender with bad intentions.
-    """
+    """XXH3 over a chunk's description and its bytes (on a card, their `device_checksum`): any flip changes it."""
     digest = xxhash.xxh3_64(f"{info.module} {info.tensors}".encode())
     digest.update(device_checksum(memory).to_bytes(8, "little") if memory.is_cuda else memory.numpy().data)
     return digest.intdigest()
@@ -313,11 +300,7 @@ def device_checksum(data: Tensor) -> int:
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors into tensors in as few launches as possible, and return when it is done.
-
-    On a GPU one launch for each tensor would take longer than the bytes do. Work on the tensors that was queued on any
-    stream ends first.
-    """
+    """Copy tensors into tensors in few launches, after work that is queued on any stream; return when it is done."""
     devices = {tensor.device for tensor in (*targets, *sources) if tensor.is_cuda}
     for device in devices:
         torch.cuda.synchronize(device)

@@ -1,10 +1,9 @@
 """Takes weight updates: stages what comes, verifies the whole, and offers it to the models that serve.
 
 Chunks are staged beside the models while the old weights serve. When the manifest comes, names, shapes, dtypes, count
-and checksums must fit; anything wrong rejects the whole update. Each sender has a stage of its own, for one update, so
-two cannot interleave into one. One that dies in the middle locks nothing: its stage is discarded when it, or the one
-that replaces it under its name, begins another. Trainers that were replaced are refused, and the first update of those
-that replace them must hold all weights.
+and checksums must fit; anything wrong rejects the whole update. Each sender has a stage of its own, which its next
+update, or that of one that replaces it under its name, discards. Trainers that were replaced are refused, and the first
+update of those that replace them must hold all weights.
 """
 
 import dataclasses
@@ -67,10 +66,9 @@ class WeightReceiver:
         return None
 
     def receive(self, message: WeightMessage) -> None:
-        """Take part of an update, or all of it; commits it when it is whole. WeightUpdateError rejects the update.
+        """Take part of an update, or all of it; commits it when it is whole. An error rejects the update.
 
-        OutOfMemory and AcceleratorFailed do so too, for reasons of this maker's. The same chunk may come twice, and
-        chunks in any order.
+        The same chunk may come twice, and chunks in any order.
         """
         header = message.header
         newest_incarnation, _ = self._served.newest
@@ -113,9 +111,8 @@ class WeightReceiver:
     ) -> None:
         """Take a call of the plain kind: a start, state dicts and an end, in one call or several, without ids.
 
-        There is one such update at a time: a new start discards what an earlier one had staged. A call without flags
-        outside of an update is an update by itself. After a rejection the rest of the update is rejected too. An
-        accepted one counts as the next version.
+        There is one such update at a time: a new start discards an earlier one. A call without flags outside of an
+        update is one by itself. After a rejection the rest is rejected too. An accepted one counts as the next version.
         """
         is_whole = not chunk_start and not chunk_end and not self._is_plain_open
         self._is_plain_open = bool(chunk_start or self._is_plain_open) and not chunk_end
@@ -230,10 +227,7 @@ class _Target:
     def resolve(
         self, sent: Mapping[str, Tensor], lora: Mapping[str, LayerLoRA], header: UpdateHeader
     ) -> dict[str, Tensor]:
-        """The sent weights under this module's own names, checked.
-
-        Adapters for a module that has none become weights of it: W₀ + scale·B·A, from the same W₀ each time.
-        """
+        """The sent weights under this module's own names, checked; adapters for a module without any are merged."""
         if not self._has_adapters:
             newest = self._served.newest_weights(self._label) if has_adapters(sent) else {}
             sent = self.constructor.reconstruct(sent, lora, lambda name: newest.get(self._own_name(name)))

@@ -55,10 +55,10 @@ _NO_ROOM = (
 
 
 class WeightSender:
-    """Sends versions of a learner's weights, one after the other; never more than one update is under way.
+    """Sends versions of a learner's weights; never more than one update is under way.
 
-    `begin_update` and `publish` return when the weights are read, which must not change meanwhile. What goes wrong
-    later, `end_update` raises after `begin_update`, and `check` or the next `publish` after `publish`.
+    `begin_update` and `publish` return when the weights are read. What goes wrong later, `end_update` raises after the
+    one, and `check` or the next `publish` after the other.
     """
 
     def __init__(
@@ -74,12 +74,10 @@ class WeightSender:
         incarnation: int = 0,
         on_read: Callable[[int, Digests, Sequence[str]], None] | None = None,
     ) -> None:
-        """`models` are sent under their labels, as the `Strategy` holds them.
+        """`models` are sent under their labels; `source` is a name that no other sender has.
 
-        `source` is a name that no other sender has. `shared` is the memory that makers may be able to open; if not all
-        can, weights travel by value. `incarnation` counts how often the trainers were started again. `on_read` is
-        called before makers can commit an update, with its version, the digests of the trained weights, and the makers
-        if it is not for all.
+        `shared` is memory that makers may be able to open; if not all can, weights travel by value. `on_read` is called
+        before makers can commit an update, with its version, digests of trained weights, and makers if not for all.
         """
         self.recipients = recipients
         self._models = models
@@ -140,9 +138,8 @@ class WeightSender:
     ) -> "Future[None]":
         """Read all weights and send their chunks as a version; the rest happens in the worker thread.
 
-        `fully_update` sends all weights even if makers usually get adapters only; with `only_behind` they go to those
-        makers that need all, because they joined or missed an update. `on_arrival` gets the seconds until
-        the makers had the version, and its bytes. `shard_size` is the size of a chunk in MiB.
+        `fully_update` sends all weights even if makers usually get adapters only, `only_behind` only to makers that
+        need all. `on_arrival` gets the seconds until the makers had the version, and its bytes.
         """
         with self._timeline.span("wait_delivery"):
             self.settle()
@@ -175,10 +172,7 @@ class WeightSender:
         return self._under_way
 
     def _send_chunks(self, calls: "UpdateCalls", header: UpdateHeader, chunks: Iterator[Chunk]) -> list[ChunkInfo]:
-        """Send all chunks; returns what the manifest lists.
-
-        Without makers the weights are still read, because ranks gather them together.
-        """
+        """Send all chunks; returns what the manifest lists. Ranks gather weights together, so all are read anyway."""
         infos: list[ChunkInfo] = []
         for chunk in chunks:
             faults.reach("weights.before_chunk", chunk.index)
@@ -242,11 +236,7 @@ class _Maker:
 
 
 class Recipients:
-    """Makers by name.
-
-    An update does not depend on any single maker: one that died, is late or cannot be reached misses it, and gets all
-    weights with the next one that it can take. So does a maker that joins.
-    """
+    """Makers by name; one that died, is late or joins misses an update, and gets all weights with the next."""
 
     def __init__(self, peers: Peers, names: Sequence[str], deadlines: Deadlines) -> None:
         self.peers = peers
@@ -273,10 +263,8 @@ class Recipients:
             maker.is_abandoned = True
 
     def calls(self, *, only_behind: bool = False) -> "UpdateCalls":
-        """Calls to all makers that can be called now, or to those of them that need all weights.
-
-        Those that a run begins with are waited for once, or ActorNotFound.
-        """
+        """Calls to all makers that can be called now (those that a run begins with are waited for once), or to those
+        of them that need all weights."""
         found: dict[str, Peer] = {}
         for name, maker in self._makers.items():
             if only_behind and maker.behind is None:
@@ -308,10 +296,7 @@ class Recipients:
         return bool(faults) and all(fault is None for fault in faults.values())
 
     def note(self, calls: "UpdateCalls", version: int, *, is_full: bool) -> None:
-        """Keep what came of an update.
-
-        Raises WeightUpdateError if a maker that had all weights rejected it.
-        """
+        """Keep what came of an update; WeightUpdateError if a maker that had all weights rejected it."""
         rejected = []
         for name in calls.peers:
             maker, error = self._makers[name], calls.failed.get(name)

@@ -1,8 +1,7 @@
 """The models a maker serves from, and the short critical section in which they change.
 
-`use()` brackets work that must see one version of the weights. An update offered meanwhile is committed when the work
-ends, or before the next begins; an update offered while the models are free is committed at once. Nothing is locked
-across calls.
+`use()` brackets work that must see one version of the weights. An update is committed at once, or when that work ends.
+Nothing is locked across calls.
 """
 
 import contextlib
@@ -35,8 +34,7 @@ class VerifiedUpdate:
 class ServedModels:
     """Guards modules that some threads work with and others update.
 
-    Versions count up. Only trainers that were started again may go back, to where they continue; `incarnation` counts
-    up with them.
+    Versions count up; trainers that were started again may go back, and their `incarnation` counts up.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], *, name: str = "this maker") -> None:
@@ -92,19 +90,13 @@ class ServedModels:
             return {**self.modules[module].state_dict(), **waiting}
 
     def commit_point(self) -> int:
-        """Commit a pending update between two steps of the caller's own work; returns the version that serves now.
-
-        With several users at work nothing is committed.
-        """
+        """Commit a pending update between two steps of the caller's work, the only one; returns what serves now."""
         with self._changed:
             self._commit_if_free(num_own_users=1)
             return self.version
 
     def offer(self, update: VerifiedUpdate) -> bool:
-        """Commit an update now if the models are free, else as soon as they are.
-
-        False: it is older than what serves or waits, and was dropped. Versions never go back.
-        """
+        """Commit an update now or as soon as the models are free; False: it is older than what serves or waits."""
         with self._changed:
             if (update.incarnation, update.version) < self.newest:
                 return False
@@ -116,10 +108,7 @@ class ServedModels:
             return True
 
     def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
-        """Wait until this version (or a newer one) serves; False after the deadline.
-
-        Raises WeightUpdateError if the models must not serve, because a commit has failed.
-        """
+        """Wait until this version or a newer one serves; False after the deadline, an error if a commit has failed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.version >= at_least or self._fault is not None, timeout=deadline_seconds

@@ -40,18 +40,15 @@ _PathLike = str | os.PathLike[str]
 class Strategy(Ranks, ABC):
     """How models, gradients and optimizer state are laid out over the ranks of one training job.
 
-    The learner above it writes one loop; the gradient it gets is that of all ranks' batches joined. Making a strategy
-    reads `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, seeds Python, numpy and torch with `seed`
-    (the same on every rank) and joins the process group. All ranks must call its methods in the same order, but for
+    Making one reads `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, seeds Python, numpy and torch
+    alike on every rank, and joins the process group. All ranks must call its methods in the same order, but for
     `unwrap_model` and `model_init_context`.
 
     Args:
         seed: for Python's, numpy's and torch's global generators.
         device: where models live; by default this rank's GPU, else the CPU.
-        timeout_seconds: how long any wait for the other ranks may last (default 600).
-        compute_dtype: bfloat16 to compute in it while weights, gradients and optimizer state stay in the model's own
-            format (load the model in float32); by default all of it is in the model's format. A model of your own has
-            to compute in the format of its weights.
+        timeout_seconds: how long any wait for the other ranks may last.
+        compute_dtype: bfloat16 to compute in it while weights, gradients and optimizer state keep the model's format.
     """
 
     optimizer_class: type[Optimizer] = torch.optim.Adam
@@ -81,16 +78,14 @@ class Strategy(Ranks, ABC):
     def model_init_context(self) -> AbstractContextManager[None]:
         """Build models that are trained inside this context, on the CPU; `prepare` moves them.
 
-        Strategies that shard parameters build `Actor` and `Critic` with weights on rank 0 only. `prepare` sends them to
-        the others block by block, so that no other rank ever holds a whole model.
+        With sharded parameters `Actor` and `Critic` get weights on rank 0 only; `prepare` sends them block by block.
         """
         return shapes_only() if self.shards_parameters and self.rank > 0 else nullcontext()
 
     def prepare(self, *models_or_pairs: nn.Module | tuple[nn.Module, Optimizer]) -> Any:
         """Place models and optimizers; returns what to use from here on, one for one argument, else a tuple.
 
-        A `(model, optimizer)` pair is trained: its parameters start as rank 0's, and its gradients are shared. A lone
-        model is for inference: it is moved to the device and left as it is.
+        A `(model, optimizer)` pair is trained and starts as rank 0's; a lone model is for inference.
         """
         remedy = 'Use a smaller model or dtype, more of the GPU or, to train, the strategy "zero2" or "gemini".'
         with device_errors_explained(f"placing models on {self.device}", remedy):
@@ -128,9 +123,8 @@ class Strategy(Ranks, ABC):
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:  # noqa: ARG002
         """Add this loss's gradients to the model's: after all ranks' calls, the SUM over ranks.
 
-        So a loss divided by the token count of *all* ranks gives exactly the gradient of the joined batch, however
-        unevenly the tokens are spread. Several calls before one `optimizer_step` accumulate; wrap forward and backward
-        of all but the last in `no_sync(model)` to exchange whole gradients only once.
+        So a loss divided by the token count of *all* ranks gives exactly the gradient of the joined batch. Wrap forward
+        and backward of all but the last call before a step in `no_sync(model)`.
         """
         # Data parallelism averages over ranks; the factor undoes that.
         (loss * self.world_size if self.world_size > 1 else loss).backward()  # type: ignore[no-untyped-call]
@@ -142,7 +136,7 @@ class Strategy(Ranks, ABC):
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clip to the global 2-norm over ranks and shards; returns the norm before clipping, a scalar.
 
-        `max_norm` 0 or infinity only measures. A norm that is not finite scales nothing: check what is returned.
+        `max_norm` 0 only measures. A norm that is not finite scales nothing.
         """
         if not max_norm >= 0:
             raise ConfigError(f"max_grad_norm must be 0 or more, got {max_norm}. Use 0 to measure without clipping.")
@@ -170,10 +164,9 @@ class Strategy(Ranks, ABC):
         dtype: torch.dtype | None = None,
         names: Collection[str] | None = None,
     ) -> Iterator[dict[str, Tensor]]:
-        """Stream the unwrapped model's state dict, buffers included, in chunks of at most `shard_size` MiB.
+        """Stream the unwrapped model's state dict, or the tensors `names`, in chunks of at most `shard_size` MiB.
 
-        `dtype` is the format of floating-point tensors, by default each its own; `names` are the tensors, by default
-        all. See `iter_state_chunks` for what comes; copy what must outlive the next step.
+        `dtype` is the format of floating-point tensors, by default each its own. See `iter_state_chunks`.
         """
         if not shard_size > 0:
             raise ConfigError(f"shard_size must be a positive number of MiB, got {shard_size}.")
@@ -193,12 +186,10 @@ class Strategy(Ranks, ABC):
         *,
         add: Callable[[Path], object] | None = None,
     ) -> None:
-        """Write the model to the folder `path`, by its own `save_pretrained` if it has one.
+        """Write the model to the folder `path`, by its own `save_pretrained` if it has one; with LoRA the adapters.
 
-        Rank 0 gathers the weights in host memory and writes them, whatever `only_rank0` says: the folder holds all of
-        the model. It appears whole or not at all; a model folder that is there already is replaced, with all that is in
-        it. `add` may write more into the new folder, a tokenizer for example. With LoRA only the adapters are gathered
-        and written. A model with NaN or infinite weights is not saved.
+        Rank 0 writes all of it, whatever `only_rank0` says. It appears whole or not at all, and replaces a model folder
+        that is there. `add` may write more into it. A model with NaN or infinite weights is not saved.
         """
         write_weights = self.model_writer(model)
 
@@ -212,8 +203,7 @@ class Strategy(Ranks, ABC):
     def model_writer(self, model: nn.Module, *, into: dict[str, Tensor] | None = None) -> Callable[[Path], None]:
         """Gather what `save_model` saves in rank 0's host memory; returns what writes it into a folder, for rank 0.
 
-        It may be called later, and in another thread, if everything is copied `into` memory of the caller: filled the
-        first time and written over the next, which takes a fraction of the time that new memory does.
+        It may be called later, in another thread, if all is copied `into` memory of the caller, which is used again.
         """
         module = self.unwrap_model(model)
         chunks, tied = iter_state_chunks(module, names=names_to_save(module)), tied_names(module)
@@ -227,10 +217,7 @@ class Strategy(Ranks, ABC):
         self.run_on_all(lambda: copy_into(module, tensors), f"load all of {path}")
 
     def save_optimizer(self, optimizer: Optimizer, path: _PathLike, only_rank0: bool = False) -> None:  # noqa: ARG002
-        """Write the optimizer's whole state to the folder `path`: safetensors and JSON, as `save_model` does.
-
-        State is keyed by the parameter's number in the groups, so any strategy with any number of ranks loads it.
-        """
+        """Write the optimizer's whole state to the folder `path`; any strategy with any number of ranks loads it."""
         self._save_folder(Path(path), self.optimizer_writer(optimizer), OPTIMIZER_MARKERS)
 
     def optimizer_writer(
@@ -241,10 +228,7 @@ class Strategy(Ranks, ABC):
         return lambda folder: write_optimizer(settings, gathered(), folder)
 
     def load_optimizer(self, optimizer: Optimizer, path: _PathLike) -> None:
-        """Load what `save_optimizer` wrote: moments, step counts, and settings such as the learning rate.
-
-        Checksums, shapes and settings are checked first; if one is wrong on any rank, no rank loads anything.
-        """
+        """Load what `save_optimizer` wrote, learning rate included; if it is wrong on any rank, none loads anything."""
         state = self.run_on_all(lambda: read_optimizer(optimizer, Path(path)), f"load {path}")
         self.run_on_all(lambda: optimizer.load_state_dict(state), f"load all of {path}")
 
@@ -253,7 +237,7 @@ class Strategy(Ranks, ABC):
     ) -> Callable[[], dict[str, Any]]:
         """Copy what all ranks gather by iterating `stream` to rank 0's host memory.
 
-        Returns what gives it, or raises that there was too little memory: the other ranks wait for this one meanwhile.
+        Returns what gives it, or raises that there was too little memory.
         """
         kept: dict[str, Any] = {}
         failure: OutOfMemory | None = None

@@ -19,17 +19,8 @@ from coati.trainer.strategies.base import Strategy
 class DDPStrategy(Strategy):
     """Whole model on every rank, gradients shared.
 
-    With one rank there is no process group and no wrapper, and training gives the same bits as a hand-written torch
-    loop. With more, `prepare` wraps trained models in `DistributedDataParallel`: call a wrapped model through its
-    `forward`, and reach everything else with `unwrap_model`. Every trainable parameter must take part in the loss.
-
-    Example:
-        >>> import torch
-        >>> strategy = DDPStrategy(seed=0, device="cpu")
-        >>> model = nn.Linear(2, 1)
-        >>> model, optimizer = strategy.prepare((model, torch.optim.Adam(model.parameters())))
-        >>> strategy.backward(model(torch.ones(1, 2)).sum(), model, optimizer)
-        >>> strategy.optimizer_step(optimizer)
+    With one rank there is no process group and no wrapper. With more, `prepare` wraps trained models in
+    `DistributedDataParallel`: every trainable parameter must take part in the loss.
     """
 
     def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -62,20 +53,9 @@ class DDPStrategy(Strategy):
 class CastWeights:
     """A model's forward pass, made with copies of its weights in another format.
 
-    Makers get the same copies, so learner and engine compute with the same numbers. Gradients arrive in the format of
-    the weights. Outside of a pass the model is as it was; its weights may change, but must not be replaced by others.
-    Buffers stay in their format.
-
-    FSDP2's mixed-precision policy gives the same numbers, to the bit (test_strategies.py), but needs a process group
-    for a single rank, where it took 1.8 times (Gemini) to 2.3 times (ZeRO-2) the step on an H200 (docs/performance.md).
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> model.forward = CastWeights(model, torch.bfloat16)
-        >>> output = model(torch.ones(1, 2, dtype=torch.bfloat16))
-        >>> output.sum().backward()
-        >>> output.dtype, model.weight.dtype, model.weight.grad.dtype
-        (torch.bfloat16, torch.float32, torch.float32)
+    Makers get the same copies. Gradients arrive in the format of the weights, which may change between passes, but must
+    not be replaced by others. FSDP2's mixed-precision policy gives the same bits, but for a single rank it took 1.8
+    (Gemini) to 2.3 times (ZeRO-2) the step on an H200 (docs/performance.md).
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:

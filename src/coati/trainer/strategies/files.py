@@ -1,8 +1,7 @@
 """Models and optimizers on disk: folders that appear whole or not at all, with a digest of every file.
 
-Tensors are in safetensors files, whole, under the names of the model or the numbers of the optimizer's parameters, and
-settings in JSON. So any strategy with any number of ranks loads what another saved, and there is no pickle. Names,
-shapes and digests are checked before a single tensor is touched.
+Tensors are in safetensors files, whole, and settings in JSON, so any strategy with any number of ranks loads what
+another saved. Names, shapes and digests are checked before a single tensor is touched.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ OPTIMIZER_MARKERS = frozenset({_SETTINGS_FILE})
 def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collection[str]) -> None:
     """Let `write` fill a temporary sibling folder, then move it to `path`.
 
-    A folder that is already there is replaced, all of it, if it is empty or holds one of the files `markers`; anything
-    else is refused. If writing fails, what was there stays there. A manifest is added.
+    A folder that is there is replaced if it is empty or holds one of the files `markers`, else refused. If writing
+    fails, it stays. A manifest is added.
     """
     path = Path(os.path.realpath(path))
     _refuse_foreign(path, markers)
@@ -154,8 +153,7 @@ def names_to_save(module: nn.Module) -> set[str] | None:
 def write_model(module: nn.Module, state: Mapping[str, Tensor], tied: Mapping[str, str], folder: Path) -> None:
     """Write a model folder: by the module's `save_pretrained`, if it has one, or as one safetensors file.
 
-    `tied` are the module's `tied_names`. They come from outside because this may run beside training: asking a sharded
-    module for its state makes FSDP2 shard it again, in the middle of a pass.
+    `tied`, its `tied_names`, come from outside: asking a sharded module for them in the middle of a pass breaks it.
     """
     for name, tensor in state.items():
         if tensor.is_floating_point() and tensor.numel() and not tensor.norm(math.inf).isfinite():  # in one pass
@@ -182,9 +180,8 @@ def _body_of(module: nn.Module) -> str:
 def read_tensors(module: nn.Module, path: Path) -> dict[str, Tensor]:
     """Read the module's tensors from a folder (or safetensors file) that holds just what the module needs.
 
-    The main weights may carry the names of the module or of the transformers model that it wraps; a file
-    `CHILD.safetensors` carries those of that child. A peft folder has the adapters and nothing else. The tensors stay
-    in their files, which are mapped into memory.
+    Names are those of the module or of the transformers model that it wraps; in a file `CHILD.safetensors`, that
+    child's. A peft folder has the adapters and nothing else.
     """
     if (path / MANIFEST).is_file():  # there is none in a folder from elsewhere
         check_files(path, suffix=".safetensors")

@@ -147,11 +147,7 @@ def restore_random_state(tensors: dict[str, Tensor], device: torch.device) -> No
 
 
 def _join_process_group(info: RankInfo, device: torch.device, *, timeout_seconds: float) -> bool:
-    """Join torch's default process group; returns whether this call made it.
-
-    A group that exists already is used if rank and world size agree. The store of a single rank lives in this process
-    and needs no port.
-    """
+    """Join torch's default process group, which may exist already; returns whether this call made it."""
     if dist.is_initialized():
         there = (dist.get_rank(), dist.get_world_size())
         if there != (info.rank, info.world_size):

@@ -22,9 +22,7 @@ from coati.trainer.strategies.base import Strategy
 class ShardedStrategy(Strategy):
     """Every rank keeps one shard of parameters, gradients and optimizer state at rest.
 
-    Args:
-        seed: see `Strategy`, as for all other options.
-        cpu_offload: keep shards and optimizer state in host memory, and step there (nothing to do on CPUs).
+    With `cpu_offload` that is in host memory, where the optimizer steps too; for the other options see `Strategy`.
     """
 
     optimizer_class = HybridAdam
@@ -59,8 +57,7 @@ class ShardedStrategy(Strategy):
     def _shard(self, model: nn.Module) -> None:
         """Shard the parameters over all ranks, in place; each transformer block, and the rest, is gathered together.
 
-        With `compute_dtype` gradients are added up in float32. Each group gets rank 0's weights just before it is
-        sharded, so that ranks without them hold one group.
+        Each group gets rank 0's weights just before it is sharded, so that ranks without them hold one group.
         """
         if self.world_size > 1:
             self._agree_on_formats(model)
@@ -124,12 +121,7 @@ class LowLevelZeroStrategy(ShardedStrategy):
     """ZeRO stages 1 and 2: parameters are gathered for the forward pass and stay whole until the backward pass ends.
 
     Stage 1 keeps parameters and gradients whole over all micro-batches of a step and exchanges them once. Stage 2
-    shards the gradients of each micro-batch. At rest every rank keeps one shard of parameters, gradients and state.
-    Weights after a step are those of `DDPStrategy`.
-
-    Args:
-        stage: 1 or 2.
-        seed, cpu_offload: see `ShardedStrategy`.
+    shards the gradients of each micro-batch.
     """
 
     def __init__(
@@ -172,13 +164,7 @@ def _kept_whole(model: FSDPModule) -> Iterator[None]:
 
 
 def transformer_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost repeated blocks: members of every `ModuleList` of two or more modules of one class.
-
-    Example:
-        >>> blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-        >>> list(transformer_blocks(nn.ModuleDict({"head": nn.Linear(2, 1), "layers": blocks})))
-        [Linear(in_features=2, out_features=2, bias=True), Linear(in_features=2, out_features=2, bias=True)]
-    """
+    """The outermost repeated blocks: members of every `ModuleList` of two or more modules of one class."""
     for child in model.children():
         blocks = list(child) if isinstance(child, nn.ModuleList) else []
         is_stack = len(blocks) > 1 and len({type(block) for block in blocks}) == 1
