@@ -26,7 +26,7 @@ def test_a_detached_run_with_vllm_learns(tmp_path):
             "reward": {"function": "coati.demo.reward:film_sentiment"},
             "rollout": {"prompts_per_batch": 64, "max_new_tokens": 16, "engine": "vllm", "in_flight": True},
             "algorithm": {"kl_coef": 0.05},
-            "train": {"total_steps": 40, "batch_size": 64, "actor_lr": 1e-3, "critic_lr": 1e-3},
+            "train": {"total_steps": 32, "batch_size": 64, "actor_lr": 1e-3, "critic_lr": 1e-3},
             "topology": {"max_staleness": 1},
         }
     )

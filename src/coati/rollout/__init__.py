@@ -42,6 +42,5 @@ def make_engine(rollout: RolloutSettings | str, model: Any) -> RolloutEngine:
     if name == "native" and (reason := native_engine_problem(config_of(model), options)) is not None:
         logger.warning("generating with the reference engine, which is slower: %s", reason)
         name = "reference"
-    arguments = {"options": options, **settings.vllm} if name == "vllm" else {}
-    engine: RolloutEngine = engines[name](model, **arguments)
+    engine: RolloutEngine = engines[name](model, **(settings.vllm if name == "vllm" else {}))
     return engine

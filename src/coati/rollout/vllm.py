@@ -10,16 +10,16 @@ so that no prompt is continued from keys of other weights than it was admitted w
 """
 
 import copy
+import dataclasses
 import os
 import tempfile
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from coati.config.generate import GenerateOptions
 from coati.errors import ConfigError, GenerateOptionError, WeightUpdateError
 from coati.models.actor import action_logprobs, unwrap
 from coati.models.calls import context_length_of
@@ -32,25 +32,18 @@ from coati.rollout.sampling import StopStrings, stop_strings_of
 _CANARY_TOKENS = 32
 # The mean gap of log-probs that rounding cannot explain, in float32 and in shorter formats.
 _EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
-_RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
 
 
-class _Written(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class _Written:
     """A sample, and its response as far as it has come."""
 
     sample: Sample
-    tokens: list[int]
-    log_probs: list[float]
-    versions: list[int]
     stops: StopStrings | None
-    stop_state: list[Tensor]  # one: how much of a stop string it ends with
-
-    @classmethod
-    def nothing(cls, sample: Sample) -> "_Written":
-        options, stops = sample.options, None
-        if options.stop_strings:
-            stops = stop_strings_of(options.tokenizer, options.stop_strings, torch.device("cpu"))
-        return cls(sample, [], [], [], stops, [torch.tensor(0)])
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    stop_state: Tensor = dataclasses.field(default_factory=lambda: torch.tensor(0))
 
     def add(self, completion: Any, version: int) -> bool:
         """Take in what was written; returns whether a stop string is there."""
@@ -59,8 +52,8 @@ class _Written(NamedTuple):
             self.log_probs.append(choices[token].logprob)
             self.versions.append(version)
             if self.stops is not None:
-                self.stop_state[0] = self.stops.advance(self.stop_state[0], torch.tensor(token))
-        return self.stops is not None and int(self.stop_state[0]) == self.stops.found
+                self.stop_state = self.stops.advance(self.stop_state, torch.tensor(token))
+        return self.stops is not None and int(self.stop_state) == self.stops.found
 
     def response(self, device: torch.device, *, is_cut: bool) -> Response:
         return Response(
@@ -75,11 +68,10 @@ class _Written(NamedTuple):
 class VllmEngine:
     """Generates with vLLM. Draws are keyed by sample id; they are others than those of our engines.
 
-    vLLM returns one kind of log-probs as long as it runs: that which `options` need, or the first request. `settings`
-    are arguments of vLLM's `EngineArgs`, such as `gpu_memory_utilization`.
+    `settings` are arguments of vLLM's `EngineArgs`, such as `gpu_memory_utilization`.
     """
 
-    def __init__(self, model: nn.Module, *, options: GenerateOptions | None = None, **settings: Any) -> None:
+    def __init__(self, model: nn.Module, **settings: Any) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if settings.get(name, 1) != 1:
                 raise ConfigError(
@@ -90,7 +82,6 @@ class VllmEngine:
         self._settings = settings
         self._engine: Any = None
         self._max_sequences = int(settings.setdefault("max_num_seqs", 256))
-        self._log_probs = _RAW if options is not None and _is_cut(options) else None
         self._weights: tuple[tuple[int, int], ...] = ()  # which it has: where they lay, and how often they had changed
         self._num_copies = 0
         self._keeps_bits = False  # whether vLLM's weights have the bits of the actor's, in any order
@@ -109,18 +100,18 @@ class VllmEngine:
 
     def submit(self, request: RolloutRequest) -> None:
         """As the protocol says; GenerateOptionError where vLLM cannot do what the options say."""
-        if request.options.extra:
+        options = request.options
+        if options.extra:
             raise GenerateOptionError(
-                f"vLLM does not know the generate option {', '.join(sorted(request.options.extra))}. Leave it out, or "
-                'use rollout.engine = "reference".'
+                f"vLLM does not know the generate option {', '.join(sorted(options.extra))}. Leave it out, or use "
+                'rollout.engine = "reference".'
             )
-        kind = _kind_of_log_probs(request.options) if request.needs_log_probs else None
-        if kind is not None and self._log_probs not in (None, kind):
+        is_cut = options.do_sample and (options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0)
+        if request.needs_log_probs and is_cut:
             raise GenerateOptionError(
-                f"vLLM runs with {self._log_probs} here, and these options need {kind}. Sample with options of one "
-                "kind (a temperature, or top_k, top_p and min_p), or use another rollout.engine."
+                "vLLM returns log-probs of what top_k, top_p and min_p leave, and training needs those before the cut. "
+                "Leave these options out, or use another rollout.engine."
             )
-        self._log_probs = self._log_probs or kind
         self._waiting += request.samples()
 
     @torch.no_grad()
@@ -196,7 +187,6 @@ class VllmEngine:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # other actors use these cores too
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         vllm = _import_vllm()
-        self._log_probs = self._log_probs or _PROCESSED
         config = copy.deepcopy(base.config)
         config.architectures = [type(base).__name__]
         # It seeds the process that it is made in.
@@ -209,7 +199,7 @@ class VllmEngine:
                 "load_format": "dummy",
                 "dtype": str(parameter.dtype).removeprefix("torch."),
                 "max_model_len": context_length_of(base),
-                "logprobs_mode": self._log_probs,
+                "logprobs_mode": "processed_logprobs",  # at the sampling temperature
                 "async_scheduling": False,  # or a token would be older than the step that returns it
                 "enable_prefix_caching": True,
                 "enforce_eager": not parameter.is_cuda,  # compiling takes minutes there
@@ -280,25 +270,14 @@ class VllmEngine:
         )
         self._num_requests += 1
         name = str(self._num_requests)
-        self._writing[name] = _Written.nothing(sample)
+        stops = None
+        if options.stop_strings:
+            stops = stop_strings_of(options.tokenizer, options.stop_strings, torch.device("cpu"))
+        self._writing[name] = _Written(sample, stops)
         self._send(name, sample.tokens, sampling)
 
     def _send(self, name: str, prompt: list[int], sampling: Any) -> None:
         self._engine.add_request(name, {"prompt_token_ids": prompt, "cache_salt": str(self._num_copies)}, sampling)
-
-
-def _kind_of_log_probs(options: GenerateOptions) -> str | None:
-    """What vLLM has to return for these options, None for either kind; GenerateOptionError if it cannot."""
-    if _is_cut(options) and options.sampling_temperature != 1.0:
-        raise GenerateOptionError(
-            "vLLM cannot return log-probs at a temperature other than 1 before top_k, top_p or min_p cut, got "
-            f"temperature={options.temperature:g}. Use temperature 1, no cut, or another rollout.engine."
-        )
-    return _RAW if _is_cut(options) else _PROCESSED if options.sampling_temperature != 1.0 else None
-
-
-def _is_cut(options: GenerateOptions) -> bool:
-    return options.do_sample and (options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0)
 
 
 def _merged_weights(base: nn.Module) -> Iterator[tuple[str, Tensor]]:

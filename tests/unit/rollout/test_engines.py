@@ -27,3 +27,7 @@ def make_engine(request, monkeypatch):
         monkeypatch.setattr("coati.rollout.native.loop.STEPS_PER_LOOK", 2)
         monkeypatch.setattr("coati.rollout.native.loop.POSITION_STEP", 3)
     return lambda model, **settings: NativeEngine(model, num_slots=PLACES, **settings)
+
+
+def test_log_probs_are_those_before_a_cut(make_engine, policy):
+    test_log_probs_are_those_of_the_learner(make_engine, policy, {"top_k": 4})  # noqa: F405
