@@ -62,13 +62,9 @@ def logprobs_and_entropy(
     assert logits.dim() >= 2
     assert tokens.shape == shape, f"tokens of shape {tuple(tokens.shape)} for logits of {tuple(logits.shape)}"
     scale = temperature_per_token(temperature, shape, like=logits)
-    # Chunks are cut as views along the last two dimensions, because flattening a slice of the logits, such as
-    # logits[:, prompt:-1], would copy all of it.
-    flat_logits = logits.unsqueeze(0) if logits.dim() == 2 else logits.flatten(0, -3)  # [N, T, V]
-    rows = flat_logits.shape[:2]
-    scale = None if scale is None else scale.reshape(*rows, 1)
+    flat, scale = logits.flatten(0, -2), None if scale is None else scale.reshape(-1, 1)
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        flat_logits, None, None, tokens.long().reshape(rows), scale, logits.dtype, chunk_tokens, with_entropy
+        flat, None, None, tokens.long().flatten(), scale, logits.dtype, chunk_tokens, with_entropy
     )
     return logprobs.reshape(shape), entropy.reshape(shape) if with_entropy else None
 
@@ -113,11 +109,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        inputs: Tensor,  # hidden states [N, d], or [N, T, V] logits
+        inputs: Tensor,  # hidden states [N, d], or [N, V] logits
         weight: Tensor | None,  # [V, d] of the head; None: the inputs are logits
         bias: Tensor | None,  # [V]
-        tokens: Tensor,  # [N], or [N, T]
-        scale: Tensor | None,  # [*tokens, 1] temperature
+        tokens: Tensor,  # [N]
+        scale: Tensor | None,  # [N, 1] temperature
         dtype: torch.dtype,
         chunk_tokens: int,
         with_entropy: bool,
@@ -130,7 +126,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs = torch.empty(tokens.shape, dtype=wide_format(dtype), device=inputs.device)
         entropy = torch.empty_like(logprobs) if with_entropy else None
         sums: list[Tensor] = []
-        for at in _chunks(tokens.shape, chunk_tokens):
+        for at in _chunks(len(tokens), chunk_tokens):
             logits = _logits(inputs[at], *narrow)
             reading = operations.read_off(logits, tokens[at], _part(scale, at), with_entropy=with_entropy)
             del logits  # before the next chunk's are there
@@ -156,7 +152,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_inputs = torch.empty_like(inputs) if wants_inputs else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
-        for at in _chunks(tokens.shape, ctx.chunk_tokens):
+        for at in _chunks(len(tokens), ctx.chunk_tokens):
             logits = _logits(inputs[at], *narrow)
             grad = operations.gradient(
                 logits,
@@ -194,15 +190,8 @@ def _part(tensor: Tensor | None, at: Any) -> Tensor | None:
     return None if tensor is None else tensor[at]
 
 
-def _chunks(shape: torch.Size, chunk_tokens: int) -> Iterator[slice | tuple[slice, slice]]:
-    """Indices that cover one or two dimensions, each at most `chunk_tokens` positions."""
-    columns = [slice(start, start + chunk_tokens) for start in range(0, shape[-1], chunk_tokens)]
-    if len(shape) == 1:
-        yield from columns
-        return
-    num_rows = max(1, chunk_tokens // max(1, shape[1]))
-    for first in range(0, shape[0], num_rows):
-        yield from ((slice(first, first + num_rows), part) for part in columns)
+def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    return (slice(start, start + chunk_tokens) for start in range(0, num_tokens, chunk_tokens))
 
 
 def temperature_per_token(temperature: float | Tensor, shape: torch.Size, *, like: Tensor) -> Tensor | None:
@@ -370,8 +359,8 @@ def _gradient(
         assert entropy is not None
         log_p = _log_softmax(logits, scale)
         p = log_p.exp()
-        # A token that cannot come has log p = -inf, and 0 · -inf is nan.
-        gradient = log_p.clamp_(min=torch.finfo(wide).min).add_(entropy.unsqueeze(-1))
+        # A token that cannot come has log p = -inf, and 0 · -inf is nan; below -1e4 p is 0.
+        gradient = log_p.clamp_(min=-1e4).add_(entropy.unsqueeze(-1))
         gradient.mul_(-grad_entropy.unsqueeze(-1)).sub_(by_logprob).mul_(p)
         gradient.scatter_add_(-1, index, by_logprob)
         factor = torch.ones_like(by_logprob)

@@ -206,14 +206,14 @@ def score_padded(
         kwargs["logits_to_keep"] = scoring.num_actions + 1
     output = forward_causal(model, sequences, attention_mask, inner=inner, **kwargs)
     logits = output if isinstance(output, Tensor) else output["logits"]
-    # The logits at position t score the token at t + 1.
-    logits = logits[:, -scoring.num_actions - 1 : -1]
+    # The logits at position t score the token at t + 1. The last ones score nothing, but without them it were a copy.
     logprobs, entropy = logprobs_and_entropy(
-        logits,
-        sequences[:, -scoring.num_actions :],
+        logits[:, -scoring.num_actions - 1 :],
+        F.pad(sequences[:, -scoring.num_actions :], (0, 1)),
         temperature=1.0 if scoring.temperatures is None else scoring.temperatures,
         with_entropy=scoring.with_entropy,
     )
+    logprobs, entropy = logprobs[:, :-1], None if entropy is None else entropy[:, :-1]
     if attention_mask is None:
         return logprobs, entropy
     is_padding = attention_mask[:, -scoring.num_actions :] == 0

@@ -234,7 +234,9 @@ class ChunkReader:
             # Not the GPU's failure, if it fails: it may be the handle of a sender that is gone.
             buffer = None if chunk.handle is None else self._opened(chunk.index, chunk.handle)
             with device_errors_explained(f"staging {size} bytes of weights", _NO_ROOM):
-                data = tensor_of(np.asarray(chunk.data)) if buffer is None else _copied(buffer[:size])
+                data = tensor_of(np.asarray(chunk.data)) if buffer is None else buffer[:size].clone()
+                if data.is_cuda:
+                    torch.cuda.current_stream(data.device).synchronize()
                 found = checksum_of(info, data)
             if found != info.checksum:
                 raise ValueError(f"its checksum is {found:#x}, but was {info.checksum:#x} when it was sent")
@@ -252,13 +254,6 @@ class ChunkReader:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._stream)
-
-
-def _copied(lent: Tensor) -> Tensor:
-    data = lent.clone()
-    if data.is_cuda:
-        torch.cuda.current_stream(data.device).synchronize()
-    return data
 
 
 def card_of(device: torch.device) -> str:

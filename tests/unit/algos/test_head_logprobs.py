@@ -192,3 +192,11 @@ def test_the_trial_of_kernels_notices_a_gradient_that_is_wrong():
     broken = TORCH_HEAD._replace(gradient=lambda logits, *_: logits)
     errors = _trial_errors(broken, cpu, torch.float32)
     assert {name for name, error in errors.items() if not error <= 0.01} == {name for name in errors if "grad" in name}
+
+
+def test_an_impossible_token_has_no_gradient_however_large_that_of_its_entropy_is():
+    bias = torch.tensor([0.0, 0.0, -torch.inf])
+    weight = torch.ones(3, 1, requires_grad=True)
+    _, entropy = head_logprobs_and_entropy(torch.ones(1, 1), weight, torch.tensor([0]), bias=bias)
+    (1e6 * entropy).sum().backward()
+    assert weight.grad.tolist() == [[0.0]] * 3  # two equally likely tokens: the largest entropy there is
