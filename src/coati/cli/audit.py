@@ -65,9 +65,8 @@ def replay(
     console = Console(highlight=False, markup=False, soft_wrap=True)
     with Progress(console=console) as progress:
         task = progress.add_task("loading libraries", total=None)
-        from coati.replay import replay as replay_run
-
         quiet_libraries(verbose=False)
+        from coati.replay import replay as replay_run
 
         def show(version: int, last: int) -> None:
             progress.update(task, description=f"version {version} of {last}", completed=version, total=last)

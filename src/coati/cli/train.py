@@ -52,6 +52,7 @@ def train(
 ) -> None:
     """Train from a TOML file."""
     console, is_resumed = Console(highlight=False), resume is not None
+    quiet_libraries(verbose)
     settings = entry.prepare(config, resume=resume, overrides=overrides or [], sync=sync, address=address)
     plan = "\n".join([f"Plan of run {settings.run.name!r}", *(f"  {line}" for line in plan_lines(settings))])
     console.print(plan, markup=False, soft_wrap=True)
@@ -59,7 +60,6 @@ def train(
         check_run_folder(settings, overwrite=overwrite or is_resumed)
         if is_resumed:
             console.print(f"It would continue from {choose_start(settings).checkpoint}.")
-        quiet_libraries(verbose)
         _check_inputs(console, settings)
         return
     options = {"is_resumed": is_resumed, "overwrite": overwrite, "sync": sync, "address": address}
@@ -121,7 +121,6 @@ def execute(config: RunSettings, console: Console, *, verbose: bool, **options: 
             "No TensorBoard files: the package is not installed (pip install tensorboard). metrics.jsonl has all. "
             "logging.tensorboard = false says that none are wanted."
         )
-    quiet_libraries(verbose)
     with StopSignal(console) as stop, LiveView(console) as view:
 
         def show(snapshot: RunSnapshot) -> None:
@@ -176,7 +175,7 @@ class StopSignal:
 
 
 def quiet_libraries(verbose: bool) -> None:
-    """Keep the progress bars and hints of libraries out of the live view, in actors too."""
+    """Keep the progress bars and hints of libraries, which are imported after this, out of the live view."""
     if verbose:
         logging.getLogger().setLevel(logging.INFO)
         if os.environ.get("NO_COLOR") or not (sys.stdout.isatty() and sys.stderr.isatty()):
@@ -185,8 +184,3 @@ def quiet_libraries(verbose: bool) -> None:
     for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if "transformers" in sys.modules:  # has read the variables already; importing it takes seconds
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()

@@ -235,8 +235,7 @@ class AlgorithmSettings(Section, section="algorithm"):
         is_off_policy |= row.ratio == "sequence" or self.importance == "mask"
         return self.model_copy(update={"correction": "decoupled" if is_off_policy else "none"})
 
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find settings that the algorithm has no use for, or that cancel each other."""
+    def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         with_name = f'with algorithm.name = "{self.name}", which'
         if self.kl_in == "loss" and self.kl_coef > 0 and self.kl_estimator == "k1":
             rule = '"k2" or "k3" while algorithm.kl_in is "loss" (the gradient of k1 averages to zero)'

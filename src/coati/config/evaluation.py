@@ -60,8 +60,7 @@ class EvalSettings(Section, section="eval"):
         """Names of what is estimated."""
         return [f"avg@{self.rollout.samples_per_prompt}", *(f"pass@{k}" for k in self.ks)]
 
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find numbers that cannot be estimated, and patience without anything to be patient for."""
+    def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         most = self.rollout.samples_per_prompt
         if self.pass_at and max(self.pass_at) > most:
             rule = f"at most rollout.samples_per_prompt ({most})"

@@ -30,8 +30,7 @@ class SamplingSettings(Section):
         le=1,
     )
 
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find sampling at temperature 0."""
+    def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         if self.do_sample and self.temperature == 0:
             yield "temperature", "above 0 while do_sample is true", 0, "For greedy decoding set do_sample to false."
 
@@ -81,9 +80,8 @@ class GenerateOptions(SamplingSettings):
                 "\n".join(f"generate option {line}" for line in str(error).splitlines())
             ) from None
 
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find a tokenizer that is none, as a path in a config would be."""
-        yield from super().conflicts()
+    def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+        yield from super()._conflicts()
         if self.tokenizer is not None and not hasattr(self.tokenizer, "decode"):
             remedy = "Leave it out in a config: the run's own is used."
             yield "tokenizer", "a tokenizer object", self.tokenizer, remedy

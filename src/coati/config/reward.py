@@ -35,8 +35,7 @@ class RewardSource(Section):
     )
     model: str = setting("", "A reward model: a path or hub name.")
 
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find secrets among the options, and messages for a function that takes texts."""
+    def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         if self.messages and (self.model or (self.function and ":" not in self.function)):
             yield "messages", "false", True, "Only functions of your own take messages."
         for key in secrets_in(self.options, _SECRET_NAME, "options"):
@@ -55,9 +54,8 @@ class RewardTerm(RewardSource):
         """What metrics and errors call it: its name, its function, or the last part of the model's path."""
         return self.name or self.function.rpartition(":")[2] or self.model.rstrip("/").rpartition("/")[2]
 
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find terms of no or two rewards."""
-        yield from super().conflicts()
+    def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+        yield from super()._conflicts()
         if bool(self.function) == bool(self.model):
             both = ["function", "model"] if self.function else []
             yield "", "given as exactly one of function and model", both, "Write one term for each reward."
@@ -104,9 +102,8 @@ class RewardSettings(RewardSource, section="reward"):
         """The environment variables that hold the keys of services which the rewards ask."""
         return tuple(name for part in self.parts if (name := str(part.options.get("api_key_env", ""))))
 
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find no or several ways to reward, and terms that share a name."""
-        yield from super().conflicts()
+    def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+        yield from super()._conflicts()
         ways = [key for key in ("function", "model", "terms") if getattr(self, key)]
         if len(ways) != 1:
             remedy = (

@@ -109,8 +109,7 @@ class RunSettings(Section):
             table["search_paths"] = list(dict.fromkeys([*table["search_paths"], str(Path.cwd())]))  # none twice
         return type(self).model_validate(sections)
 
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find what is wrong between sections."""
+    def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         dtype = self.model.dtype
         if self.topology.update_lora_weights and not self.lora.rank:
             remedy = "Set lora.rank, for example to 8, or send all weights."

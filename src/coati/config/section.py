@@ -91,13 +91,13 @@ class Section(BaseModel):
                 )
         return type(self)(**{**self.model_dump(exclude_unset=True), **changes})
 
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+    def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         """Yield what is wrong between the keys of this section: the key, what it must be, its value and the remedy."""
         yield from ()
 
     @model_validator(mode="after")
     def _check_conflicts(self) -> Self:
-        if found := list(self.conflicts()):
+        if found := list(self._conflicts()):
             raise ValueError(found)
         return self
 

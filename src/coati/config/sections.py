@@ -71,8 +71,7 @@ class LoRASettings(Section, section="lora"):
         (), "Names of the layers that get adapters; empty = all linear layers but the output head."
     )
 
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find layers that are named for adapters that are off."""
+    def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         if self.target_modules and not self.rank:
             remedy = "Set lora.rank, for example to 8."
             yield "target_modules", "empty while lora.rank is 0", self.target_modules, remedy
@@ -131,9 +130,8 @@ class RolloutSettings(SamplingSettings, section="rollout"):
         own = {*SamplingSettings.model_fields, "max_new_tokens"}
         return {**self.model_dump(include=own), **self.generate}
 
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find generate options that repeat a setting or are not supported."""
-        yield from super().conflicts()
+    def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+        yield from super()._conflicts()
         for option, value in self.generate.items():
             owner = _OWNERS.get(option, option)
             if owner in type(self).model_fields or value is None:
@@ -209,8 +207,7 @@ class TrainSettings(Section, section="train"):
         """Optimizer steps of the run."""
         return self.total_steps * self.epochs
 
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find counts that are larger than what they are part of, and shares of models that are whole."""
+    def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         if self.update_steps > self.total_steps:
             rule = f"at most train.total_steps ({self.total_steps})"
             yield "update_steps", rule, self.update_steps, "Lower it, or raise train.total_steps."
@@ -267,8 +264,7 @@ class TopologySettings(Section, section="topology"):
         gt=0,
     )
 
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find shares of a GPU that Ray does not lend."""
+    def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         for key in ("gpus_per_maker", "gpus_per_trainer"):
             if (share := getattr(self, key)) > 1 and not share.is_integer():
                 yield key, "0, a share below 1, or a whole number", share, "Leave it out for the default, 0.0."
@@ -315,8 +311,7 @@ class LoggingSettings(Section, section="logging"):
         """The trackers that a run is sent to."""
         return [*["tensorboard"] * self.writes_tensorboard, *self.trackers]
 
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find secrets among the options of trackers: settings are written to config.toml and sent to trackers."""
+    def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         for key in secrets_in(self.trackers, _SECRET_NAME, "trackers"):
             remedy = "Set the environment variable that the package reads, such as WANDB_API_KEY."
             yield key, "left out, because it holds a secret", "one", remedy

@@ -33,7 +33,7 @@ def pretrain(
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
             torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also reseed the caller's GPUs
-            model = LlamaForCausalLM(build_model_config(tokenizer, **shape))
+            model = LlamaForCausalLM(_model_config(tokenizer, **shape))
             losses = _train(model, tokenizer, random.Random(seed), steps, batch_size)
     finally:
         torch.set_num_threads(threads)
@@ -74,10 +74,9 @@ def _train(
     return losses
 
 
-def build_model_config(
+def _model_config(
     tokenizer: PreTrainedTokenizerFast, *, hidden_size: int = 64, num_layers: int = 2, num_heads: int = 4
 ) -> LlamaConfig:
-    """Describe the demo's Llama for `tokenizer`: its vocabulary, its special tokens, its context."""
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -87,10 +86,8 @@ def build_model_config(
         num_key_value_heads=num_heads,
         max_position_embeddings=CONTEXT_LENGTH,
         tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
+        **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")},
     )
 
 
