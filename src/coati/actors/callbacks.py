@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 class _Callback:
     timeline = Timeline()
-    """The account of the actor's time, which the actor sets before its loop starts."""
+    """The account of the actor's time, which the actor sets before it runs a hook."""
 
 
 class MakerCallback(_Callback):
@@ -63,9 +63,8 @@ class TrainerCallback(_Callback):
           on_episode_end(episode)                                … for every episode
         on_fit_end
 
-    `metrics` is what the training step returned. A batch is empty in a trainer that has no data left while others of
-    its group have some. At `on_update_end` new weights have been read for the makers, which verify them while training
-    continues; at `on_fit_end` they have verified the last.
+    A batch is empty in a trainer that has no data left while others of its group have some. At `on_update_end` new
+    weights are on their way to the makers; at `on_fit_end` they have verified the last.
     """
 
     def on_fit_start(self) -> None: ...
@@ -80,20 +79,12 @@ class TrainerCallback(_Callback):
     def on_update_end(self) -> None: ...
 
 
-def connect(callbacks: Iterable[MakerCallback | TrainerCallback], timeline: Timeline) -> None:
-    """Give the callbacks of an actor the account of its time."""
+def dispatch(
+    callbacks: Iterable[MakerCallback | TrainerCallback], timeline: Timeline, hook_name: str, *args: object
+) -> None:
+    """Run one hook on each callback, in order; a note on what one raises names it and the hook."""
     for callback in callbacks:
         callback.timeline = timeline
-
-
-def dispatch(callbacks: Iterable[MakerCallback | TrainerCallback], hook_name: str, *args: object) -> None:
-    """Run one hook on each callback, in order.
-
-    An exception propagates at once; a note on it names the callback and the hook.
-
-    >>> dispatch([MakerCallback()], "on_loop_start")
-    """
-    for callback in callbacks:
         try:
             getattr(callback, hook_name)(*args)
         except Exception as error:

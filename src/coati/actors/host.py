@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from coati.actors.callbacks import MakerCallback, TrainerCallback, connect, dispatch
+from coati.actors.callbacks import MakerCallback, TrainerCallback, dispatch
 from coati.errors import ConfigError
 from coati.experience_buffer.buffer import SampleBuffer
 from coati.monitor.records import RecordLog, RecordPage
@@ -51,6 +51,8 @@ class Progress(NamedTuple):
     """Samples that were delivered, or trained on."""
     num_batches: int = 0
     """Steps of a trainer."""
+    num_waiting: int = 0
+    """Whole batches in its buffer."""
     has_weights: bool = True
     """Whether all weights of a maker came from a trainer."""
 
@@ -61,8 +63,6 @@ class Report(NamedTuple):
     progress: Progress
     records: RecordPage[dict[str, Any]]
     spans: RecordPage[Span]
-    num_batches: int = 0
-    """Whole batches waiting in a trainer's buffer."""
 
 
 class Worker:
@@ -74,11 +74,9 @@ class Worker:
     def __init__(self, host: Host | None, callbacks: Sequence[MakerCallback | TrainerCallback], *, debug: bool) -> None:
         self.host = host or self.host_class()
         self.callbacks = list(callbacks)
-        self.debug = debug
         self._state = "idle"
         self._records: RecordLog[dict[str, Any]] = RecordLog()
         self._timeline = Timeline()
-        connect(self.callbacks, self._timeline)
         self.host.set_up_log(self._records, debug=debug)
 
     def stop(self) -> None:
@@ -87,7 +85,7 @@ class Worker:
 
     def notify(self, hook: str, *args: Any) -> None:
         """Run a hook of the callbacks."""
-        dispatch(self.callbacks, hook, *args)
+        dispatch(self.callbacks, self._timeline, hook, *args)
 
     def progress(self) -> Progress:
         """Return where it stands."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from coati.actors.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, connect, num_parameters
+from coati.actors.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, num_parameters
 from coati.actors.host import Host, Progress, Worker, apply_env_info, set_up_gpu
 from coati.actors.options import MakerOptions
 from coati.cpu import set_up_cpu
@@ -98,13 +98,9 @@ class Maker(Worker):
         if eval_performance:
             models = [maker.actor, maker.critic, maker.initial_model, maker.reward_model]
             self.callbacks.append(ExperienceMakerPerformanceEvaluator(*map(num_parameters, models)))
-            connect(self.callbacks, self._timeline)
 
     def workingloop(self, dataloader_fn: Callable[[], Any], num_epochs: int = 1, num_steps: int = 0) -> None:
-        """Make experience from `num_steps` batches of `dataloader_fn()`, or else from `num_epochs` passes.
-
-        Returns when every item made has been acknowledged by a trainer.
-        """
+        """Make experience from `num_steps` batches of `dataloader_fn()`, or from `num_epochs` passes; deliver it."""
         self._state = "working"
         self._timeline.take()  # it is this thread whose time counts
         try:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from coati.actors.callbacks import TrainerCallback, TrainerPerformanceEvaluator, connect, num_parameters
+from coati.actors.callbacks import TrainerCallback, TrainerPerformanceEvaluator, num_parameters
 from coati.actors.host import Host, apply_env_info, set_up_gpu
 from coati.actors.options import TrainerOptions
 from coati.actors.trainer import Trainer
@@ -92,7 +92,6 @@ class PlainPPOTrainer(Trainer):
         critic = None if critic is None else as_critic(critic)
         if eval_performance:
             self.callbacks.append(TrainerPerformanceEvaluator(num_parameters(actor), num_parameters(critic)))
-            connect(self.callbacks, self._timeline)
         self._learner = self.make_learner(actor, critic)
         self._max_staleness = options.topology.max_staleness  # below 0: none
         self._version_metrics: dict[str, float] = {}  # of the version made last

@@ -12,7 +12,7 @@ from typing import Any
 
 from coati import faults
 from coati.actors.callbacks import TrainerCallback
-from coati.actors.host import Host, Progress, Report, Worker
+from coati.actors.host import Host, Progress, Worker
 from coati.batching import split_experience_batch
 from coati.config import Deadlines
 from coati.errors import ConfigError
@@ -65,10 +65,7 @@ class Trainer(Worker, ABC):
 
     @abstractmethod
     def _update_remote_makers(self, fully_update: bool = False, **kwargs: Any) -> None:
-        """Send the weights to the makers as version `self.version`; after an episode, need not wait until they arrive.
-
-        A sync calls it with `fully_update`.
-        """
+        """Send the weights to the makers as version `self.version`; a sync calls it with `fully_update`."""
 
     @abstractmethod
     def training_step(self, experience: Experience) -> dict[str, Any]:
@@ -200,11 +197,8 @@ class Trainer(Worker, ABC):
 
     def progress(self) -> Progress:
         """Return where this trainer stands."""
-        return Progress(self._state, self.version, self._num_samples, self._num_batches)
-
-    def report(self, record_cursor: int = 0, span_cursor: int = 0) -> Report:
-        """Return where this trainer stands, and what came after these cursors."""
-        return super().report(record_cursor, span_cursor)._replace(num_batches=self._buffer.get_length())
+        counts = self._num_samples, self._num_batches, self._buffer.get_length()
+        return Progress(self._state, self.version, *counts)
 
     # What the loop calls. It waits only inside `next_batch`, `publish`, `agree` and `finish`.
 

@@ -1,8 +1,7 @@
 """Creating the actors of a run from its settings, and ending them.
 
-Every maker sends experience to every trainer. The trainers of a group hold the same weights, so each maker is updated
-by exactly one of them, by its number, and keeps it when others join or leave: two trainers would change their lists at
-different versions, and the maker might miss one.
+The trainers of a group hold the same weights, so each maker is updated by one of them, by its number, and keeps it when
+others join or leave: two would change their lists at different versions, and the maker might miss one.
 """
 
 import functools
@@ -114,11 +113,7 @@ class ActorFactory:
 
 
 def maker_names(count: int) -> list[str]:
-    """Name so many makers.
-
-    >>> maker_names(2)
-    ['maker-0', 'maker-1']
-    """
+    """Name so many makers."""
     return [f"maker-{number}" for number in range(count)]
 
 

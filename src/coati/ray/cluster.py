@@ -59,10 +59,7 @@ def allowed_environment(environment: Mapping[str, str], more: Iterable[str] = ()
 
 @contextlib.contextmanager
 def connected(config: RunSettings, *, address: str | None, namespace: str, log_to_driver: bool) -> Iterator[bool]:
-    """Connect for the length of a run; yields whether Ray is private, that is, started for this run.
-
-    A private Ray ends with the run; if the run fails, its logs are kept.
-    """
+    """Connect for the length of a run; yields whether Ray is private, that is, starts and ends with this run."""
     if address is not None:
         _check_address(address)
         try:

@@ -31,11 +31,9 @@ _ENDED = frozenset({"finished", "failed", "gone"})
 
 
 class BatchQueue:
-    """A Ray queue whose every call has a deadline, and in which nothing blocks: a consumer that dies inside `Queue.get`
-    leaves a waiter that swallows the next batch. Its actor reserves no CPU: a small machine cannot stall on it.
+    """A Ray queue on this node that reserves no CPU. Entries are bytes, so that it needs no torch.
 
-    It runs on the node of the process that creates it: batches travel once, and no other node's death affects it.
-    Entries are bytes, so its process does not import torch.
+    Every call has a deadline, and none blocks: a consumer that dies in `Queue.get` would take the next batch with it.
     """
 
     def __init__(self) -> None:

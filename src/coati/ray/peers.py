@@ -77,10 +77,7 @@ def _error_of(name: str, error: Exception) -> Exception:
 
 
 def death_reason(error: RayError) -> str:
-    """Say in one line why an actor died: what its constructor raised, or what Ray says of its process.
-
-    All that Ray says is logged at the level INFO.
-    """
+    """Say in one line why an actor died: what its constructor raised, or what Ray says of its process."""
     logger.info("%s", error)
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     # The message of an exception comes after its traceback, which is indented with spaces; what Ray says of a process

@@ -86,10 +86,7 @@ class Restarts:
         self.counts: Counter[str] = Counter(makers=0, trainers=0)
 
     def take(self, kind: str, name: str, error: BaseException) -> float:
-        """Count a death of one of the "makers" or "trainers"; return how many seconds to wait before the restart.
-
-        Raises PeerDied if there were too many.
-        """
+        """Count a death of the "makers" or "trainers"; return how long to wait, PeerDied if there were too many."""
         now = time.monotonic()
         while self._recent and now - self._recent[0] > _WINDOW_SECONDS:
             self._recent.popleft()

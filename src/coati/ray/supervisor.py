@@ -140,10 +140,7 @@ class Supervisor:
     # What happens
 
     def turn(self, timeout: float) -> None:
-        """Wait a moment for jobs to end, read what actors have recorded, and react to what happened.
-
-        Raises PeerDied after too many deaths, DeadlineExceeded, and what an actor raised.
-        """
+        """Wait a moment for jobs to end, read what actors have recorded, and react to what happened, or raise it."""
         if not self.actors:
             time.sleep(timeout)
         for actor in self.actors:
@@ -198,7 +195,7 @@ class Supervisor:
             self._log.maker_records(records)
         elif actor.number == 0:  # the ranks of a group report the same steps
             self._log.trainer_records(records)
-            self._log.buffer_batches = report.num_batches
+            self._log.buffer_batches = report.progress.num_waiting
 
     def _note_stall(self, maker: RunActor) -> None:
         """Have the leases of a maker that does not answer granted to others: what it delivers later is refused."""

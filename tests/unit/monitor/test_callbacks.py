@@ -13,7 +13,6 @@ from coati.actors.callbacks import (
     MakerCallback,
     TrainerCallback,
     TrainerPerformanceEvaluator,
-    connect,
     dispatch,
 )
 from coati.counting import format_seconds
@@ -79,7 +78,7 @@ def test_trainer_hooks_are_those_of_the_contract():
 @pytest.mark.parametrize("cls", [MakerCallback, TrainerCallback])
 def test_hooks_do_nothing_unless_overridden(cls):
     for name, parameters in hooks_of(cls).items():
-        dispatch([cls()], name, *([None] * len(parameters)))
+        dispatch([cls()], Timeline(), name, *([None] * len(parameters)))
 
 
 def test_dispatch_runs_every_callback_in_order():
@@ -92,7 +91,7 @@ def test_dispatch_runs_every_callback_in_order():
         def on_batch_end(self, metrics, experience):
             seen.append((self.name, metrics, experience))
 
-    dispatch([Watcher("a"), Watcher("b")], "on_batch_end", {"loss": 1.0}, "experience")
+    dispatch([Watcher("a"), Watcher("b")], Timeline(), "on_batch_end", {"loss": 1.0}, "experience")
     assert seen == [("a", {"loss": 1.0}, "experience"), ("b", {"loss": 1.0}, "experience")]
 
 
@@ -102,7 +101,7 @@ def test_an_exception_in_a_callback_names_it_and_survives_pickling():
             raise KeyError("lost")
 
     with pytest.raises(KeyError, match="lost") as caught:
-        dispatch([MakerCallback(), Clumsy()], "on_send_end")
+        dispatch([MakerCallback(), Clumsy()], Timeline(), "on_send_end")
     (note,) = pickle.loads(pickle.dumps(caught.value)).__notes__
     assert "Clumsy" in note
     assert "hook on_send_end" in note
@@ -110,7 +109,7 @@ def test_an_exception_in_a_callback_names_it_and_survives_pickling():
 
 def connected(evaluator, clock):
     timeline = Timeline(clock=clock)
-    connect([evaluator], timeline)
+    evaluator.timeline = timeline
     return evaluator
 
 
