@@ -314,7 +314,7 @@ def choose_start(config: RunSettings, *, is_restart: bool = False) -> StartingPo
 def continue_files(config: RunSettings, log: RunLog, start: StartingPoint, *, is_restart: bool = False) -> None:
     """Cut off what the run's files, and its log, hold of later steps, which are made again."""
     from coati import build
-    from coati.ledger.redistribution import retire_journals
+    from coati.ledger.journal import retire_journals
     from coati.trainer.checkpoints import clear_after
 
     clear_after(config.output_folder / "checkpoints", start.version)

@@ -3,9 +3,10 @@
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from coati.batching import pad_items
 from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience import BufferItem, Experience
 from coati.ledger.rules import Lease, LeaseRequest
@@ -22,6 +23,8 @@ class SampleBuffer(ABC):
         self.sample_batch_size = sample_batch_size
         self.last_progress = 0.0
         """When a maker last said that it is at work on something else, by the monotonic clock."""
+        self.num_sampled = 0
+        """Samples that have come out in batches."""
         # Guards everything; never held while waiting for room or for a batch.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -44,9 +47,8 @@ class SampleBuffer(ABC):
         """Release what it holds outside of this process's memory."""
 
     @abstractmethod
-    def _next_batch(self) -> Callable[[], Experience] | None:
-        """Take the next batch out and return what unpacks it, which is called without the lock; None if none is
-        there."""
+    def _next_batch(self) -> Sequence[BufferItem] | None:
+        """Take the items of the next batch out, under the lock; None if it is not there."""
 
     # What a trainer tells its buffer and asks it.
 
@@ -95,9 +97,10 @@ class SampleBuffer(ABC):
         """Return the next whole batch, or None if none comes in time."""
         deadline = time.monotonic() + timeout_seconds
         with self._lock:
-            while (unpack := self._next_batch()) is None:
+            while (items := self._next_batch()) is None:
                 if (seconds := deadline - time.monotonic()) <= 0:
                     return None
                 self._changed.wait(min(SLICE_SECONDS, seconds))
+            self.num_sampled += len(items)
             self._changed.notify_all()  # there is room again
-        return unpack()
+        return pad_items(items)

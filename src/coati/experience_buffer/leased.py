@@ -2,7 +2,6 @@
 which are trained on next."""
 
 import contextlib
-import functools
 import itertools
 import logging
 import secrets
@@ -14,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coati.batching import check_items, pad_items
+from coati.batching import check_items
 from coati.errors import DataError, StorageError
 from coati.experience import BufferItem, Experience, join_items, separate_items
 from coati.experience_buffer.buffer import SampleBuffer
-from coati.ledger.journal import Journal, resume_event
+from coati.ledger.journal import Journal, redistribute, resume_event
 from coati.ledger.leases import Ledger
-from coati.ledger.redistribution import redistribute
 from coati.ledger.rules import Lease, LeaseRequest, LedgerRules
 
 logger = logging.getLogger(__name__)
@@ -51,8 +49,6 @@ class LeasedBuffer(SampleBuffer):
         self._delivered: dict[int, list[BufferItem]] = {}  # by the number of their lease
         self._picked: deque[BufferItem] = deque()  # in no batch
         self._in_training: dict[int, list[BufferItem]] = {}  # picked and not trained on
-        self.num_sampled = 0
-        """Samples that have come out in batches."""
 
     @property
     def rules(self) -> LedgerRules:
@@ -105,13 +101,6 @@ class LeasedBuffer(SampleBuffer):
             for lease in fresh:
                 self._delivered[lease.number] = groups[lease]
 
-    def try_sample(self, timeout_seconds: float) -> Experience | None:
-        """Return the next whole batch, or None if none comes in time."""
-        batch = super().try_sample(timeout_seconds)
-        with self._lock:
-            self.num_sampled += 0 if batch is None else batch.num_samples
-        return batch
-
     def mark_trained(self, version: int) -> None:
         """The batches sampled so far made weights of this version."""
         with self._changing():
@@ -153,7 +142,7 @@ class LeasedBuffer(SampleBuffer):
         ]
         return "; ".join(held) or f"makers {', '.join(self._ledger.makers) or 'have not asked for work'}"
 
-    def _next_batch(self) -> Callable[[], Experience] | None:
+    def _next_batch(self) -> list[BufferItem] | None:
         with self._changing(is_news=False):
             while len(self._picked) < self.sample_batch_size:
                 number = self._ledger.pick()
@@ -162,11 +151,8 @@ class LeasedBuffer(SampleBuffer):
                     return None
                 self._in_training[number] = self._delivered.pop(number)
                 self._picked += self._in_training[number]
-            return self._picked_batch()
-
-    def _picked_batch(self) -> Callable[[], Experience]:
-        batch = [self._picked.popleft() for _ in range(self.sample_batch_size)]
-        return functools.partial(pad_items, sorted(batch, key=lambda item: item.lease or ()))
+            batch = [self._picked.popleft() for _ in range(self.sample_batch_size)]
+            return sorted(batch, key=lambda item: item.lease or ())
 
     @contextlib.contextmanager
     def _changing(self, *, is_news: bool = True) -> Iterator[None]:

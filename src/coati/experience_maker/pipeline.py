@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import inspect
 import logging
+import sys
 from typing import Any
 
 import torch
@@ -12,9 +14,9 @@ from coati.counting import counted
 from coati.errors import DataError, RewardError
 from coati.experience import Experience
 from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch
+from coati.experience_maker.naive import NaiveExperienceMaker
 from coati.experience_maker.scoring import NoSignal
 from coati.experience_maker.statistics import batch_metrics, sample_texts
-from coati.experience_maker.whole_batches import stream_of
 from coati.gpu import device_errors_explained
 from coati.monitor.metrics import Max, Mean, Sum
 from coati.monitor.timeline import Timeline, maker_metrics
@@ -70,7 +72,8 @@ class ExperiencePipeline:
         self._most_in_work = 1  # samples, at any time
         self._last_scored: MakerBatch | None = None
         self._num_late = 0  # calls of `advance` since some groups were complete
-        self._drops = _DropLimit()
+        self._num_dropped_in_a_row = 0
+        self._num_faults_in_a_row = 0  # of those, without dynamic sampling's
         self._quarantined_groups: set[int] = set()
         self._reported: dict[str, int] = {}
 
@@ -159,7 +162,7 @@ class ExperiencePipeline:
             batch.dropped = error
         if batch.dropped is not None:
             batch.experience = None
-        self._drops.note(batch, self._most_in_work)
+        self._note_drops(batch)
         num_made = 0 if batch.experience is None else batch.experience.num_samples
         num_dropped = len(batch.prompts) - num_made - len(batch.quarantined_ids)
         if num_dropped < 0:
@@ -170,10 +173,6 @@ class ExperiencePipeline:
         self.num_made += num_made
         self.num_dropped += num_dropped
         self.num_quarantined += len(batch.quarantined_ids)
-        self._check_quarantine(batch)
-        return batch.experience
-
-    def _check_quarantine(self, batch: MakerBatch) -> None:
         self._quarantined_groups |= batch.quarantined_groups
         if batch.quarantined and len(self._quarantined_groups) > (limit := self.maker.reward_model.max_quarantined):
             raise RewardError(
@@ -181,6 +180,22 @@ class ExperiencePipeline:
                 f"reward.max_quarantined ({limit}). quarantine.jsonl has them. The last: "
                 f"{batch.quarantined[-1]['error']}"
             )
+        return batch.experience
+
+    def _note_drops(self, batch: MakerBatch) -> None:
+        """Raise DataError when batch after batch came to nothing: waiting will not mend that."""
+        if (error := batch.dropped) is None:
+            self._num_dropped_in_a_row = self._num_faults_in_a_row = 0
+            return
+        num_samples = len(batch.prompts) - len(batch.quarantined_ids)  # those have a limit of their own
+        is_by_design = isinstance(error, NoSignal)  # then its rewards were valid, so an earlier fault is over
+        self._num_dropped_in_a_row += num_samples
+        self._num_faults_in_a_row = 0 if is_by_design else self._num_faults_in_a_row + num_samples
+        logger.log(logging.DEBUG if is_by_design else logging.WARNING, "a whole batch was dropped: %s", error)
+        limits = {MAX_EMPTY_BATCHES: self._num_faults_in_a_row, MAX_BATCHES_WITHOUT_SIGNAL: self._num_dropped_in_a_row}
+        for max_batches, count in limits.items():
+            if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * self._most_in_work):
+                raise DataError(f"{count} samples in a row had to be dropped. The last: {error}") from error
 
     def record(self, batch: MakerBatch, *, samples_kept: int, num_skipped: int = 0) -> dict[str, Any]:
         """What to report of a finished batch: version, typed metrics, and a few samples as text.
@@ -214,27 +229,78 @@ class ExperiencePipeline:
         }
 
 
-class _DropLimit:
-    """Ends a run in which batch after batch comes to nothing: waiting will not mend that."""
+class WholeBatches:
+    """Has a maker make each batch at once, when it is scored; nothing is written before."""
 
-    def __init__(self) -> None:
-        self._num_in_a_row = 0
-        self._num_faults_in_a_row = 0
+    is_stream = False
+    num_writing = 0
+    room = sys.maxsize
 
-    def note(self, batch: MakerBatch, worth: int) -> None:
-        """Count a finished batch; so many samples are a batch's worth."""
-        if (error := batch.dropped) is None:
-            self._num_in_a_row = self._num_faults_in_a_row = 0
-            return
-        num_samples = len(batch.prompts) - len(batch.quarantined_ids)  # those have a limit of their own
-        is_by_design = isinstance(error, NoSignal)  # then its rewards were valid, so an earlier fault is over
-        self._num_in_a_row += num_samples
-        self._num_faults_in_a_row = 0 if is_by_design else self._num_faults_in_a_row + num_samples
-        level = logging.DEBUG if is_by_design else logging.WARNING
-        logger.log(level, "a whole batch was dropped: %s", error)
-        for count, max_batches in (
-            (self._num_faults_in_a_row, MAX_EMPTY_BATCHES),
-            (self._num_in_a_row, MAX_BATCHES_WITHOUT_SIGNAL),
-        ):
-            if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * worth):
-                raise DataError(f"{count} samples in a row had to be dropped. The last: {error}") from error
+    def __init__(self, maker: ExperienceMaker) -> None:
+        self._maker = maker
+        self._waiting: tuple[PromptBatch, dict[str, Any]] | None = None
+
+    @property
+    def num_written(self) -> int:
+        """Samples of the batch that was submitted."""
+        return 0 if self._waiting is None else len(self._waiting[0])
+
+    def submit(self, prompts: PromptBatch, **generate_kwargs: Any) -> None:
+        """Take a batch in."""
+        assert self._waiting is None
+        self._waiting = prompts, generate_kwargs
+
+    def write(self) -> None:
+        """Do nothing."""
+
+    @torch.no_grad()
+    def score(self) -> MakerBatch:
+        """Make the batch.
+
+        Ids and versions that `make_experience` leaves out are filled in, if it returns one sample for each prompt.
+        """
+        assert self._waiting is not None
+        (prompts, generate_kwargs), self._waiting = self._waiting, None
+        known = {"sample_ids": prompts.sample_ids, "group_ids": prompts.group_ids, "columns": prompts.columns}
+        declared = _declared_keywords(type(self._maker))
+        known = {name: value for name, value in known.items() if name in declared}
+        try:
+            experience = self._maker.make_experience(
+                prompts.input_ids, prompts.attention_mask, **known, **generate_kwargs
+            )
+        except AllSamplesDropped as error:
+            return MakerBatch(prompts, dropped=error)
+        if experience.num_samples == len(prompts):
+            for name in ("sample_ids", "group_ids"):
+                if getattr(experience, name) is None:
+                    setattr(experience, name, getattr(prompts, name))
+        if experience.policy_versions is None:
+            version = self._maker.policy_version
+            experience.policy_versions = torch.full_like(experience.action_log_probs, version, dtype=torch.long)
+        return MakerBatch(prompts, experience)
+
+    def finish(self, batch: MakerBatch) -> None:
+        """Do nothing: `make_experience` has done all."""
+
+
+def stream_of(maker: ExperienceMaker) -> NaiveExperienceMaker | WholeBatches:
+    """The maker itself if it can begin samples while others are being written: if its class, or the nearest above it,
+    has `submit`, and not only a `make_experience` of its own."""
+    for owner in type(maker).__mro__:
+        if "submit" in vars(owner):
+            return maker  # type: ignore[return-value]
+        if "make_experience" in vars(owner):
+            break
+    return WholeBatches(maker)
+
+
+def _declared_keywords(maker_class: type) -> set[str]:
+    """Return what `make_experience` takes by name; one that passes **kwargs on takes what the one it overrides does."""
+    names: set[str] = set()
+    for owner in maker_class.__mro__:
+        if (method := vars(owner).get("make_experience")) is not None:
+            parameters = inspect.signature(method).parameters
+            names |= parameters.keys()
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+                break
+    return names

@@ -142,9 +142,9 @@ class DetachedReplayBuffer(SampleBuffer):
         """End the queue actor."""
         self._queue.close()
 
-    def _next_batch(self) -> Callable[[], Experience] | None:
+    def _next_batch(self) -> list[BufferItem] | None:
         entry = self._queue.get()
-        return None if entry is None else lambda: pad_items(pickle.loads(entry))
+        return None if entry is None else pickle.loads(entry)
 
 
 class UnleasedBuffer(DetachedReplayBuffer):

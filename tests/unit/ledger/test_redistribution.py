@@ -13,8 +13,7 @@ from ledger_events import replayed
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.ledger import LedgerRules
 from coati.ledger.audit import audit_run
-from coati.ledger.journal import Journal, read_journal
-from coati.ledger.redistribution import retire_journals
+from coati.ledger.journal import Journal, read_journal, retire_journals
 from coati.ledger.rules import Ending, LeaseRequest
 
 VERSIONS = 6
