@@ -21,7 +21,6 @@ from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.experience_buffer import BufferItem, make_experience_batch, split_experience_batch
 from coati.experience_maker import Experience
-from coati.ledger import age_metrics
 from coati.monitor.run_log import RunLog
 from coati.rollout import NativeEngine
 from coati.synchronous import SynchronousRun
@@ -219,7 +218,7 @@ class StaleRun(SynchronousRun):
         self._items |= groups
 
     def training_step(self, experience: Experience) -> dict[str, float]:
-        measured, expected = age_metrics(experience, self.version), self._ages[self.version]
+        measured, expected = experience.age_metrics(self.version), self._ages[self.version]
         ages = measured["train/age_mean"], measured["train/age_max"]
         if ages != (statistics.fmean(expected), max(expected)) or ages[1] > self._config.topology.max_staleness:
             raise RuntimeError(f"data trained on at version {self.version} must be {expected} old, got {ages}")

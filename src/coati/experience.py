@@ -186,6 +186,20 @@ class Experience(_SampleFields):
             return self.action_mask.bool()
         return torch.ones_like(self.action_log_probs, dtype=torch.bool)
 
+    def age_metrics(self, trainer_version: int) -> dict[str, float]:
+        """Mean and greatest age of the samples, in versions, each as old as its oldest token, and the mean age of the
+        tokens; 0 where no version is known."""
+        ages = dict.fromkeys(("train/age_mean", "train/age_max", "train/token_age_mean"), 0.0)
+        if self.policy_versions is None:
+            return ages
+        is_known = self.full_action_mask() & (self.policy_versions >= 0)  # [B, A]
+        if not bool(is_known.any()):
+            return ages
+        of_tokens = (trainer_version - self.policy_versions).masked_fill(~is_known, 0).double()
+        of_samples = of_tokens.amax(dim=1)[is_known.any(dim=1)]
+        found = of_samples.mean(), of_samples.max(), of_tokens[is_known].mean()
+        return dict(zip(ages, map(float, found), strict=True))
+
     @torch.no_grad()
     def to_device(self, device: torch.device | str) -> None:
         """Move every tensor in place, leaving None alone."""

@@ -26,7 +26,7 @@ from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.experience_maker.work_source import LeasedPrompts
-from coati.ledger import LedgerRules, age_metrics
+from coati.ledger import LedgerRules
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal
 from coati.peers import LocalPeers
@@ -149,7 +149,7 @@ class CheckingTrainer(Trainer):
     def training_step(self, batch):
         mask = batch.full_action_mask()
         assert torch.equal(batch.action_log_probs[mask], batch.policy_versions[mask].float())  # written by what it says
-        self.ages.append(age_metrics(batch, self.version)["train/age_max"])
+        self.ages.append(batch.age_metrics(self.version)["train/age_max"])
         self.trained += batch.sample_ids.tolist()
         return {}
 

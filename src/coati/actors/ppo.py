@@ -22,7 +22,6 @@ from coati.errors import CheckpointError, CoatiError, DeadlineExceeded, Stalenes
 from coati.evaluation.schedule import EvalJob
 from coati.experience import Experience
 from coati.experience_buffer.leased import LeasedBuffer
-from coati.ledger import age_metrics
 from coati.ledger.journal import Journal
 from coati.models import as_critic
 from coati.monitor.records import READ_KEPT
@@ -161,7 +160,7 @@ class PlainPPOTrainer(Trainer):
 
     def training_step(self, experience: Experience) -> dict[str, float]:
         """One step of actor and critic; metrics include `actor_loss` and, with a critic, `critic_loss`."""
-        ages = age_metrics(experience, self.version)
+        ages = experience.age_metrics(self.version)
         oldest = ages["train/age_max"]
         if 0 <= self._max_staleness < oldest:
             raise StalenessExceeded(

@@ -1,7 +1,6 @@
 """What becomes of samples: who may make them, when they are trained on, and the account of it."""
 
-from coati.ledger.ages import age_metrics
 from coati.ledger.leases import Ledger
 from coati.ledger.rules import Lease, LeaseRequest, LedgerRules
 
-__all__ = ["Lease", "LeaseRequest", "Ledger", "LedgerRules", "age_metrics"]
+__all__ = ["Lease", "LeaseRequest", "Ledger", "LedgerRules"]

@@ -25,8 +25,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from typing import Any, Self
 
-from coati.ledger.pace import Paces
-from coati.ledger.rules import Event, Lease, LedgerRules
+from coati.ledger.rules import Event, Lease, LedgerRules, Paces
 
 _NEVER = 2**62  # the deadline of leases in a run without a bound
 

@@ -5,7 +5,6 @@ import torch
 from metric_table import DOCUMENTED
 
 from coati.experience_maker import Experience
-from coati.ledger import age_metrics
 
 
 def experience(versions, mask):
@@ -25,7 +24,7 @@ def experience(versions, mask):
 
 
 def ages_of(batch, version):
-    metrics = age_metrics(batch, version)
+    metrics = batch.age_metrics(version)
     assert metrics.keys() <= DOCUMENTED
     return tuple(metrics[name] for name in ("train/age_mean", "train/age_max", "train/token_age_mean"))
 
