@@ -6,7 +6,7 @@ A sample takes these forms on its way from prompt to gradient:
 
     row of a dataset    dict        prompts/            one prompt and its columns
     Lease               trainer     ledger/             the right to make one prompt group; its number is the prompt's
-    PromptBatch         maker       experience_maker/   prompts, tokenized and left-padded; comes as a dict, or a tensor
+    PromptBatch         maker       prompts/            prompts, tokenized and left-padded
     RolloutRequest      maker       rollout/            those, and how to continue them; a Sample is one in the engine
     Response            maker       rollout/            one response, with its log-probs and versions
     Rollout             maker       rollout/            prompts and responses of whole groups, padded
@@ -228,10 +228,7 @@ def _log_no_pinning() -> None:
 
 @dataclasses.dataclass
 class BufferItem(_SampleFields):
-    """One sample without padding: the fields of `Experience` without the batch dimension.
-
-    Pickles as numpy arrays, which Ray moves far faster than many small torch tensors.
-    """
+    """One sample: the fields of `Experience` without padding and batch dimension. Pickles as numpy arrays."""
 
     # Set by the sender, the same for all items that it sends together. A retry has the same one, and is ignored.
     delivery_id: str | None = None

@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class LeasedBuffer(SampleBuffer):
-    """The samples that makers have delivered to one trainer, and its ledger. Nothing here waits for room: leases bound
-    what can come."""
+    """What makers have delivered to one trainer, and its ledger. Nothing waits for room: leases bound what comes."""
 
     def __init__(
         self,
@@ -200,10 +199,7 @@ class LeasedBuffer(SampleBuffer):
             return {"ledger": self._ledger.state(), "events": num_events}, _pack(items)
 
     def restore(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, is_other: bool = False) -> None:
-        """Continue from a `state`, before anything is leased. What makers held then is granted again.
-
-        `is_other`: it is not what the events in the journal lead to.
-        """
+        """Continue from a `state` (`is_other`: that the journal does not lead to). Open leases are granted again."""
         # A maker may have lived on with leases granted after the checkpoint, whose numbers will be granted again. So
         # epochs begin above all of the checkpoint, at another distance than those of any other start from it.
         known = max((work["epoch"] for work in state["ledger"]["works"]), default=0)
@@ -220,10 +216,7 @@ class LeasedBuffer(SampleBuffer):
             self._ledger.events = [resume_event(version, events, self.rules, first_epoch=first_epoch, state=other)]
 
     def take_over(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the `state`s of another number of trainers, before anything is leased.
-
-        What was delivered to them and not trained on is made again.
-        """
+        """Continue from the `state`s of another number of trainers; what was not trained on is made again."""
         stream = self.rules.stream
         ledger = redistribute(self.rules, [state["ledger"] for state in states])
         events = states[stream]["events"] if stream < len(states) else None

@@ -18,11 +18,10 @@ from coati.rewards.calling import recorded
 
 __all__ = ["AllSamplesDropped", "Experience", "ExperienceMaker", "MakerBatch"]
 
-LESS_TO_MAKE = (
+LESS_TO_MAKE = (  # what to do when a maker runs out of memory
     "Lower rollout.prompts_per_batch, rollout.samples_per_prompt or rollout.max_new_tokens, or give the maker more of "
     "the GPU (topology.gpus_per_maker)."
 )
-"""What to do when a maker runs out of memory."""
 _RECORDED_CHARACTERS = 10_000  # of each text of a sample in quarantine
 
 
@@ -35,7 +34,6 @@ class MakerBatch:
     """A batch on its way through a maker: prompts, then rollout and scores, finally experience."""
 
     prompts: PromptBatch
-    """The prompts as they were admitted."""
     experience: Experience | None = None
     """Without rewards while `scores` are pending, without advantages until it is finished; None if all was dropped."""
     scores: PendingScores | None = None
@@ -102,15 +100,12 @@ class MakerBatch:
 
 
 class ExperienceMaker(ABC):
-    """Turns prompts into experience with four models: actor, critic, reward model and initial model.
+    """Turns prompts into experience with four models; `critic` and `initial_model` are None where none is needed.
 
-    To write a maker, implement `make_experience`; the holder and the synchronous loop need nothing else, and have it
-    make whole batches. If it declares keyword arguments named `sample_ids`, `group_ids` or `columns`, it gets those of
-    the prompts too; so does an override that takes **kwargs, if what it overrides declares them.
-
-    `critic` and `initial_model` are None for algorithms that need none. `actor` and `initial_model` may be plain
-    transformers models or an `Actor`; the reward model may be any module that maps (sequences, attention_mask) to one
-    score per sample, or a `RewardScorer`.
+    To write a maker, implement `make_experience`, which then makes whole batches. If it declares keyword arguments
+    named `sample_ids`, `group_ids` or `columns`, it gets those of the prompts too; so does an override that takes
+    **kwargs, if what it overrides declares them. Models of transformers are accepted as they are; the reward model may
+    be any module that maps (sequences, attention_mask) to one score per sample, or a `RewardScorer`.
     """
 
     policy_version: int = 0

@@ -28,13 +28,11 @@ class _InFlight:
 
 
 class ItemSender:
-    """Sends items to the trainers that they were leased from; items without a lease to all in turn, one by one,
-    continuing across batches.
+    """Sends items to the trainers that they were leased from; those without a lease to all in turn, across batches.
 
-    At most `max_in_flight` sends per trainer are unacknowledged: a trainer with a full buffer blocks its makers instead
-    of filling memory. What a trainer that died has not acknowledged is dropped if it was leased, because its successor
-    grants it again; else it goes to the others, and that trainer is skipped from then on. A retry carries the same ids,
-    so no item is trained on twice. After a stop, trainers have the grace time to acknowledge what is in flight.
+    At most `max_in_flight` sends per trainer are unacknowledged. What a trainer that died has not acknowledged is
+    dropped if it was leased, because its successor grants it again; else it goes to the others. A retry carries the
+    same ids, so no item is trained on twice. After a stop, trainers have the grace time to acknowledge.
     """
 
     def __init__(

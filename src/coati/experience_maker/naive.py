@@ -1,11 +1,8 @@
 """The reference maker: generate, score, penalise by KL, estimate advantages.
 
-    submit ──► write, write … ──► score ──► finish
-    prompts    the engine's       complete  rewards have come:
-               next tokens        groups    advantages
-
-Responses are written by an engine, and scored in passes over those whose groups are complete. Reward functions run in
-the background, so a batch that is scored is finished later, when what they return has come.
+submit ──► write, write … ──► score ──► finish
+prompts    the engine's       complete  rewards have come:
+           next tokens        groups    advantages
 """
 
 import contextlib
@@ -60,14 +57,12 @@ class _Group:
 class NaiveExperienceMaker(ExperienceMaker):
     """Makes experience with one pass of each model.
 
-    Samples that cannot be trained on (a prompt that leaves no room in the context, a reward that is not a finite
-    number) are dropped with a warning; the experience then has fewer rows than the batch. Where the algorithm compares
-    the samples of a prompt, a group that lost one is dropped whole. A group with a sample on which the reward fails
-    goes into quarantine, if the scorer's `max_quarantined` allows it.
+    Samples that cannot be trained on (a prompt that leaves no room, a reward that is not finite) are dropped with a
+    warning, with their whole group where samples of a prompt are compared. A group with a sample on which the reward
+    fails goes into quarantine, if the scorer's `max_quarantined` allows it.
 
-    `algorithm` decides how advantages are made and where the KL penalty goes; `kl_coef`, `gamma` and `lam` are short
-    for its settings of the same name. Algorithms without a critic take None for it, those without a KL penalty None for
-    the initial model; the KL is then not measured, and 0.
+    `kl_coef`, `gamma` and `lam` are short for the settings of `algorithm` of the same name. Algorithms without a critic
+    take None for it, those without a KL penalty None for the initial model; the KL is then 0.
     """
 
     is_stream = True
@@ -129,11 +124,9 @@ class NaiveExperienceMaker(ExperienceMaker):
         columns: Mapping[str, Sequence[Any]] | None = None,
         **generate_kwargs: Any,
     ) -> Experience:
-        """Write a response to each prompt and turn it into experience.
+        """Write a response to each prompt and turn it into experience; AllSamplesDropped if none can be trained on.
 
-        `sample_ids` key the randomness (by default samples are numbered in the order they come); `columns` are the
-        dataset's further columns, which reach the reward. Raises AllSamplesDropped if no sample of the batch can be
-        trained on.
+        `sample_ids` key the randomness (by default the order in which samples come); `columns` reach the reward.
         """
         ids = {"attention_mask": attention_mask, "sample_ids": sample_ids, "group_ids": group_ids}
         prompts = PromptBatch.parse({"input_ids": input_ids, **ids, **(columns or {})})
@@ -156,10 +149,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         return self.engine.room
 
     def submit(self, prompts: PromptBatch, **generate_kwargs: Any) -> None:
-        """Have a response written to each prompt that leaves room for one.
-
-        What there is of the same groups is forgotten: they are made again.
-        """
+        """Have a response written to each prompt that leaves room for one; groups that are there are made again."""
         tokenizer = getattr(self.reward_model, "tokenizer", None)
         self._options = GenerateOptions.parse(**generate_kwargs).with_tokenizer(tokenizer)
         if self.algorithm.uses_groups:

@@ -39,10 +39,7 @@ MAX_BATCHES_WITHOUT_SIGNAL = 100
 
 
 class ExperiencePipeline:
-    """A maker, and the models that it serves from.
-
-    The synchronous loop and the Ray actor both drive this class.
-    """
+    """A maker, and the models that it serves from."""
 
     def __init__(
         self,
@@ -98,11 +95,9 @@ class ExperiencePipeline:
         self._most_in_work = max(self._most_in_work, self.num_in_work)
 
     def advance(self, *, in_batches: bool = False) -> MakerBatch | None:
-        """Go on with what was submitted; returns what was scored, if that was done.
+        """Go on with what was submitted; returns what was scored, if that was done (`in_batches`: when all is written).
 
-        Complete groups are scored when there are enough of them, before they have waited long, and before weights
-        change; with `in_batches`, when all is written. With `in_flight` the models take new weights when this is called
-        and no complete group waits, else when nothing is in work.
+        With `in_flight` the models take new weights when no complete group waits, else when nothing is in work.
         """
         maker, stream = self.maker, self.stream
         try:
@@ -151,10 +146,7 @@ class ExperiencePipeline:
         return batch
 
     def finish(self, batch: MakerBatch) -> Experience | None:
-        """Complete a batch that was begun, the oldest first; waits for its rewards and needs no model.
-
-        None if every sample had to be dropped, which is logged and counted. Too many in a row are an error.
-        """
+        """Complete a batch, the oldest first; waits for its rewards and needs no model. None if all was dropped."""
         try:
             if batch.dropped is None:
                 self.stream.finish(batch)
@@ -198,10 +190,7 @@ class ExperiencePipeline:
                 raise DataError(f"{count} samples in a row had to be dropped. The last: {error}") from error
 
     def record(self, batch: MakerBatch, *, samples_kept: int, num_skipped: int = 0) -> dict[str, Any]:
-        """What to report of a finished batch: version, typed metrics, and a few samples as text.
-
-        `num_skipped` prompts have been skipped so far.
-        """
+        """What to report of a finished batch: version, typed metrics, and a few samples as text."""
         experience = batch.experience
         assert experience is not None
         before = self._reported
@@ -255,10 +244,7 @@ class WholeBatches:
 
     @torch.no_grad()
     def score(self) -> MakerBatch:
-        """Make the batch.
-
-        Ids and versions that `make_experience` leaves out are filled in, if it returns one sample for each prompt.
-        """
+        """Make the batch; fills in versions, and ids if there is one sample for each prompt."""
         assert self._waiting is not None
         (prompts, generate_kwargs), self._waiting = self._waiting, None
         known = {"sample_ids": prompts.sample_ids, "group_ids": prompts.group_ids, "columns": prompts.columns}

@@ -43,11 +43,8 @@ def score_with_models(
     *,
     max_tokens: int = SCORED_TOKENS,
 ) -> tuple[Tensor | None, Tensor]:
-    """Reference log-probs, None without an initial model, and values, [B, A] each; these are 0 outside of responses,
-    and without a critic.
-
-    A large batch is passed through the models in several micro-batches.
-    """
+    """Reference log-probs, None without an initial model, and values, [B, A] each, 0 without a critic; in passes of
+    `max_tokens`."""
     num_actions, first = action_mask.shape[1], critic if initial_model is None else initial_model
     if first is None:
         return None, torch.zeros_like(action_mask, dtype=torch.float32)
@@ -161,10 +158,7 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
 
 
 def estimate_advantages(experience: Experience, algorithm: AlgorithmSettings) -> tuple[Tensor, Tensor | None]:
-    """Advantages `[B, A]`, not whitened, zeros on padding, and the critic's targets if they are not those + values.
-
-    Where responses are compared as wholes, the KL penalty of a response is summed over its tokens.
-    """
+    """Advantages `[B, A]`, not whitened, zeros on padding, and the critic's targets if they are not those + values."""
     kind, kl_coef = algorithm.advantages, algorithm.kl_reward_coef
     scores, kl, mask, group_ids = experience.reward, experience.kl, experience.full_action_mask(), experience.group_ids
     if kind in ("gae", "returns", "returns_above_group"):

@@ -12,10 +12,7 @@ from coati.rewards.base import decode_completions, decode_prompts
 
 
 def batch_metrics(experience: Experience, *, has_reference: bool = True) -> dict[str, Metric]:
-    """Rewards, KL to the initial model if there is one, and lengths; `reward/std` is that of the batch.
-
-    A response that ends with its first token, and was not cut there, is empty.
-    """
+    """Rewards, KL and lengths. A response that ends with its first token, and was not cut there, is empty."""
     mask = experience.full_action_mask()
     lengths = mask.sum(dim=1)
     num_samples = float(experience.num_samples)

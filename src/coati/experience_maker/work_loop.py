@@ -5,16 +5,12 @@
     rewards              │ functions ·│              │ functions …
     delivery                          │ some groups
 
-Prompts that come are submitted beside those that are being written, as soon as there is room for a good part of what
-the maker works on at a time. Groups that are complete are scored in passes; their rewards may take a while, and writing
-continues. They are delivered between two tokens, in the order in which they were scored, when their rewards have come
-and trainers have room. What waits for rewards counts: there is never more of it than what is worked on at a time.
+Complete groups are scored in passes, and delivered between two tokens when their rewards have come and trainers have
+room, in the order in which they were scored. No more waits for rewards than is worked on at a time. Makers that only
+have `make_experience`, and data loaders, work by whole batches: the next is begun when the last one is scored.
 
-Some work comes in whole batches: that of makers that only have `make_experience`, and what a data loader gives. Then
-the next batch is begun when the last one is written and scored, beside its rewards.
-
-Prompts are drawn when they can be begun, always on the same background thread. A lease that a maker held meanwhile
-could not go to a quicker maker, and would count as made ahead of the trainer without being there.
+Prompts are drawn when they can be begun, on one background thread: a lease held meanwhile could not go to a quicker
+maker.
 """
 
 import threading
@@ -47,9 +43,8 @@ _ASKED_SHARE: Final = 1 / 8
 class WorkLoop:
     """Makes experience from the prompts of a source, and sends it to trainers.
 
-    `notify(hook, *args)` calls the hooks of callbacks (see `coati.actors.callbacks`). Those of one batch come after
-    those of the batch before. `record` takes what each batch reports.
-    """
+    `notify(hook, *args)` calls hooks of callbacks, those of one batch after those of the batch before; `record` takes
+    what each batch reports."""
 
     def __init__(
         self,
@@ -103,8 +98,7 @@ class WorkLoop:
             thread.close()
 
     def take_turn(self) -> bool:
-        """Do the next work alone, and deliver it, in a process where the trainer waits meanwhile; False if there is
-        none now."""
+        """Do the next work alone, and deliver it, while the trainer waits; False if there is none now."""
         work = self._source.poll(self._source.capacity)
         if isinstance(work, PromptBatch):
             self._start_hooks()

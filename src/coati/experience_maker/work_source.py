@@ -29,10 +29,7 @@ class OtherWork(Protocol):
     """What a maker does now and then besides making experience: an evaluation."""
 
     def run(self, pipeline: Any, tell: Callable[[], None] = lambda: None) -> None:
-        """Do it, with nothing else in the maker's hands. `pipeline` is its `ExperiencePipeline`.
-
-        Call `tell` now and then: trainers wait for a maker as long as they hear that it works.
-        """
+        """Do it, and call `tell` now and then: trainers wait for a maker as long as they hear that it works."""
 
 
 class WorkSource(ABC):
@@ -107,11 +104,7 @@ class LoaderPrompts(WorkSource):
 
 
 class LeasedPrompts(WorkSource):
-    """Batches of prompts for which this maker holds leases.
-
-    Trainer t of T has every T-th lease of the run, and each request asks all of them for equal parts, for the version
-    that the models serve. `incarnation` is the maker's own.
-    """
+    """Batches of prompts for which this maker holds leases: each request asks all trainers for equal parts."""
 
     wait_name = "wait_weights"  # leases come with new weights
 
@@ -181,10 +174,7 @@ class LeasedPrompts(WorkSource):
         return self._stream.skipped.total()
 
     def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
-        """Put leases on the items that were made of a batch, and end the leases of those that were dropped.
-
-        Returns what is to be delivered: an incomplete group is dropped whole.
-        """
+        """Put leases on the items of a batch, and end those of dropped ones; returns the items of complete groups."""
         prompts, size = batch.prompts, self._rules.group_size
         assert prompts.sample_ids is not None
         assert prompts.lease_epochs is not None

@@ -1,7 +1,6 @@
 """The account of a run: what became of every group that was leased, from the journals of its ledgers.
 
-It follows each number through the events by itself, without the `Ledger` that wrote them, so that a fault of the
-ledger shows too: a number that was trained on twice, granted to two makers at once, or trained on after its deadline.
+It follows each number through the events without the `Ledger` that wrote them, so that a fault of the ledger shows.
 """
 
 import dataclasses

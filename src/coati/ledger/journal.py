@@ -58,11 +58,7 @@ class JournalContent(NamedTuple):
 
 
 def read_journal(path: Path) -> JournalContent:
-    """Read the ledger's rules and events; part of a record at the end is ignored.
-
-    Raises:
-        CheckpointError: when there is no such file, it holds no whole record, or it is damaged before its end.
-    """
+    """Read the ledger's rules and events, without part of a record at the end; CheckpointError if it is damaged."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -92,11 +88,7 @@ def read_journal(path: Path) -> JournalContent:
 
 
 def read_journals(folder: Path) -> list[JournalContent]:
-    """Read the journals of all trainers of the run in a folder.
-
-    Raises:
-        CheckpointError: when there are none, or one is missing or damaged.
-    """
+    """Read the journals of all trainers of a run; CheckpointError if there are none, or one is missing or damaged."""
     contents = [read_journal(path) for path in sorted((folder / "ledger").glob("stream-*.jsonl"))]
     if not contents:
         raise CheckpointError(
@@ -113,8 +105,7 @@ def read_journals(folder: Path) -> list[JournalContent]:
 
 
 class Journal:
-    """Append the events of one ledger to a file, which no other process can do then. A new file begins with the rules
-    and the id of the run.
+    """Append the events of one ledger to a file, which no other process can do then.
 
     Raises:
         CheckpointError: when the file is there and damaged, or belongs to another run or to other rules.
@@ -146,10 +137,9 @@ class Journal:
             raise
 
     def write(self, events: Sequence[Event]) -> None:
-        """Append events as one record, which is found whole or not at all.
+        """Append events as one record, which is found whole or not at all; after a StorageError none is recorded.
 
-        They survive the end of this process, and the end of the machine after `sync`. After a StorageError none of
-        them is recorded, the file is as it was before, and they can be written again.
+        They survive the end of this process, and the end of the machine after `sync`.
         """
         if events:
             faults.reach("journal.before_write")
@@ -239,10 +229,9 @@ def resume_event(
 
 
 def redistribute(rules: LedgerRules, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of one of `rules.num_streams` ledgers that take over from others, however many these were.
+    """The state of one of `rules.num_streams` ledgers that take over from another number of them.
 
-    A version that a stop ended early counts as a whole one. Groups that were not trained on, delivered or not, are made
-    again, by whichever ledger their numbers belong to now.
+    A version that a stop ended early counts as a whole one. Groups that were not trained on are made again.
     """
     num_before, version = len(states), int(states[0]["version"])
     next_numbers = [state["num_numbers"] * num_before + stream for stream, state in enumerate(states)]
@@ -267,10 +256,9 @@ def redistribute(rules: LedgerRules, states: Sequence[Mapping[str, Any]]) -> dic
 
 
 def retire_journals(folder: Path, rules: LedgerRules, *, run: str, version: int, events: Sequence[int] | None) -> None:
-    """Write into the journals of trainers that are gone that the others have their unfinished groups from `version` on.
+    """Write into the journals of trainers that are gone that others have their groups from `version` on.
 
-    `rules` are those of any trainer of the run in `folder`. `events`, of each trainer that the checkpoint knows, led to
-    it; None if the run starts over, and all they hold is void.
+    `events`, of each trainer that the checkpoint knows, led to it; None if the run starts over.
     """
     for path in sorted((folder / "ledger").glob("stream-*.jsonl")):
         stream = int(path.stem.removeprefix("stream-"))

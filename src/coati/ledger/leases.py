@@ -8,9 +8,8 @@ makers ask for leases and get as many as the two limits allow:
   it may be trained on. It is granted only if everything that is open still fits before its own deadline.
 
 Delivered groups are picked for training earliest deadline first, and one may go ahead of others only while all of those
-still fit before theirs. So the trainer waits for a slow group only in the last batch that may hold it, nothing is
-thrown away for its age, and no sample is ever older than η versions, for any number and speed of makers. With η = 0
-groups are picked in the order of their numbers, so a run repeats to the bit.
+still fit before theirs. So the trainer waits for a slow group only in the last batch that may hold it, and no sample is
+older than η versions. With η = 0 groups are picked in the order of their numbers, so a run repeats to the bit.
 
     asked for ──► open ──► delivered ──► picked ──► trained
                  ▲    │ └──► dropped (and another takes its place)
@@ -155,9 +154,9 @@ class Ledger:
         return numbers
 
     def take_back(self, *, now: float) -> list[int]:
-        """Return leases of slow makers that a much quicker one has room for; each at most once. For when a batch waits.
+        """Return leases of slow makers that a much quicker one has room for, each at most once, when a batch waits.
 
-        It goes by the maker's speed, not by how long a group takes: long responses are not starved.
+        It goes by the maker's speed, so that long responses are not starved.
         """
         size, numbers = self.rules.group_size, []
         quicker = {maker: self._paces.quicker_than(maker, now) for maker in self._paces}
@@ -351,10 +350,9 @@ class Ledger:
 
     @classmethod
     def restored(cls, rules: LedgerRules, state: Mapping[str, Any], *, first_epoch: int = 0) -> Self:
-        """The ledger that `state` describes. Leases that were open are returned: their makers are gone.
+        """The ledger that `state` describes, with open leases returned.
 
-        How far makers may go ahead, and how many samples the run has, may have changed. Epochs begin at `first_epoch`:
-        above all that were granted after `state`, so that what was made for those is refused.
+        Epochs begin at `first_epoch`, above all that were granted after `state`: what was made for those is refused.
         """
         ledger = cls(rules)
         ledger._first_epoch = first_epoch

@@ -156,10 +156,7 @@ class Paces(dict[str, Pace]):
         self._version_began = now
 
     def can_finish(self, maker: str, versions: int, now: float) -> bool:
-        """Whether a maker usually finishes a group in so many versions, or no other is much quicker.
-
-        A slow one gets one at a time, to be measured again.
-        """
+        """Whether a maker usually finishes a group in so many versions, holds none, or no other is much quicker."""
         pace = self[maker]
         if pace.held == 0 or not self._seconds_per_version:
             return True

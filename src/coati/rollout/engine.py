@@ -170,8 +170,7 @@ def generate(
 ) -> Rollout:
     """Continue every prompt of a request by an engine that has nothing else to do.
 
-    `between_tokens` is called after every `advance`. It may change the weights, and returns their version.
-    """
+    `between_tokens` is called after every `advance`, may change the weights, and returns their version."""
     ids = request.sample_ids.tolist()
     found: dict[int, Response] = {}
     try:
