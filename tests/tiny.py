@@ -173,3 +173,12 @@ class NumberStream:
         ids = [number * group_size + index for number in numbers if number not in bad for index in range(group_size)]
         prompts = {"input_ids": torch.full((len(ids), 2), 3), "sample_ids": torch.tensor(ids)}
         return (PromptBatch.parse(prompts) if ids else None), bad
+
+
+def ask(reward, request):
+    """What a scorer makes of a reward for a request: its scores and all that it says; a failure is raised."""
+    from coati.rewards import PendingScores, RewardScorer
+
+    pending = PendingScores(RewardScorer(reward, None), request, torch.device("cpu"))
+    pending.values = pending()
+    return pending

@@ -51,16 +51,19 @@ def check(
     start = time.monotonic()
     pending = PendingScores(scorer, _request(table.rows, config), torch.device("cpu"))
     columns = {"score": pending(), **pending.terms}
+    remarks = pending.remarks()
     seconds = format_seconds(time.monotonic() - start)
-    failed = {"score": pending.failures, **pending.failed}
+    failed = {name: {row for row, one in enumerate(said) if one.error} for name, said in pending.verdicts.items()}
+    failed["score"] = set(pending.failures)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for row in sorted(range(len(table)), key=lambda row: row not in pending.failures)[:show]:
         cells = (f"{name} {_shown(float(values[row]), row in failed[name])}" for name, values in columns.items())
         console.print(f"{table.where(row)}: {', '.join(cells)}")
-        details = json.dumps(pending.details[row], ensure_ascii=False) if pending.details[row] else ""
-        for line in (excerpt(repr(pending.request.completions[row])), details, pending.failures.get(row)):
-            if line:
-                console.print(f"    {line}")
+        console.print(f"    {excerpt(repr(pending.request.completions[row]))}")
+        if details := remarks[row].get("details"):
+            console.print(f"    {json.dumps(details, ensure_ascii=False)}")
+        if row in pending.failures:
+            console.print(f"    {pending.failures[row]}")
     console.print()
     for name, values in columns.items():
         found = values[values.isfinite()]

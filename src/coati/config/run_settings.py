@@ -222,7 +222,7 @@ def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, sour
 
 def _tables(listed: Any) -> list[dict[str, Any]]:
     """The tables in a list of tables; none where something else came."""
-    return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list | tuple) else []
 
 
 def _inherit(table: dict[str, Any], sections: Mapping[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """One evaluation set: its prompts are sampled with one version of the policy, and scored.
 
-Draws are keyed by the set's seed and by the place of the sample in the set. So all versions, models and runs are
-measured with the same draws, and on a CPU a saved model gets the very numbers that it got while it was trained.
+Draws are keyed by the set's seed and the place of the sample in the set: the same for all versions, models and runs.
 """
 
 import logging
@@ -65,8 +64,7 @@ class Evaluator:
         reward: Callable[..., Any] | None = None,
         scorers: dict[str, RewardScorer] | None = None,
     ) -> None:
-        """`reward` is a function that a program brings in place of `[reward]`, for sets without their own. Sets with
-        equal rewards share one that is in `scorers`."""
+        """`reward` replaces `[reward]`, for sets without their own; sets with equal rewards share one of `scorers`."""
         self.settings = one
         self._config = config.for_evaluation(one)
         self._reward = reward if one.reward == config.reward else None
@@ -87,10 +85,7 @@ class Evaluator:
     def run(
         self, engine: RolloutEngine, *, version: int = 0, should_stop: Callable[[], bool] = lambda: False
     ) -> Evaluation | None:
-        """Sample and score the whole set; rewards of one batch are computed while the next is generated.
-
-        None if a stop came first. Raises RewardError if the reward cannot be used, or has never worked.
-        """
+        """Sample and score the whole set, or None if a stop came first. RewardError if the reward has never worked."""
         started, one, stream = time.monotonic(), self.settings, self._prompts
         samples: list[dict[str, Any]] = []
         pending: Iterator[dict[str, Any]] = iter(())

@@ -1,8 +1,7 @@
 """Which evaluations a run owes, which maker makes each, and what came of them: the trainer's side.
 
-An evaluation is a job for one maker: the first that asks for work while it serves the version that is due, or a later
-one. It keeps its weights until it has reported, and the others train on. A set has one job at a time, so one that takes
-longer than its interval is made as often as it can be. The job of a maker that is gone goes to the next that asks.
+A set has one job at a time, for the first maker that asks while it serves the version that is due, or a later one. The
+job of a maker that is gone goes to the next that asks.
 """
 
 import threading

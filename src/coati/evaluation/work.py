@@ -94,8 +94,7 @@ class EvaluationWork:
     def _keep_best(self, pipeline: ExperiencePipeline, record: Mapping[str, Any], metric: str, path: Path) -> bool:
         """Save the model if it is better than the one in the folder; whether it is the best so far.
 
-        The file beside the model says how good it is, so no restart can make the two differ. One that is there and has
-        not been reported is this version, found by a maker that died after it had saved it.
+        It is there but not reported if a maker died after it had saved it.
         """
         best = read_json(path / "evaluation.json") or {}
         if record.get(metric, -math.inf) <= best.get(metric, -math.inf):

@@ -5,8 +5,7 @@
                             ├──────► ModelReward, WeightedSum
     samples ──► RewardScorer ──► RewardRequest ──► a Reward ──► PendingScores
 
-Names are loaded when they are first used: `calling`, `process` and `library` need no torch, and child processes and
-checks before a run import only these.
+Names are loaded when they are first used: child processes and checks before a run need no torch.
 """
 
 import importlib
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from coati.rewards.base import ModelReward as ModelReward
     from coati.rewards.base import Reward as Reward
     from coati.rewards.base import RewardRequest as RewardRequest
-    from coati.rewards.base import Scores as Scores
     from coati.rewards.base import WeightedSum as WeightedSum
     from coati.rewards.calling import load_reward_function as load_reward_function
     from coati.rewards.function import FunctionReward as FunctionReward

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from coati.errors import ConfigError, RewardError
+from coati.rewards.calling import Verdict
 
 # Enough to hold a whole character and a token that is not special; few enough to decode for every sample.
 _CONTEXT_TOKENS = 8
@@ -79,17 +80,6 @@ class RewardRequest:
         return _response_ids(self.sequences, self.action_mask) if self.sequences.shape[1] else None
 
 
-class Scores(NamedTuple):
-    """What a reward says of a batch."""
-
-    values: Tensor
-    """[B] float32; NaN = no score."""
-    details: Sequence[dict[str, Any]] = ()
-    """Of each sample, if there are any."""
-    failures: Mapping[int, str] = {}
-    """Why it failed, by row; such a sample has no score."""
-
-
 class Reward:
     """Scores a batch. Subclass it for a reward that is neither a function nor a model."""
 
@@ -100,18 +90,14 @@ class Reward:
     timeout_seconds = 1800.0
     """How long it may take for a batch."""
 
-    def score(self, request: RewardRequest) -> Tensor:
-        """Return one score per sample, [B] float32; NaN = no score, so the caller drops the sample.
+    def score(self, request: RewardRequest) -> Tensor | Sequence[Verdict]:
+        """Return a score for each sample, [B], or a verdict; what is not finite is no score.
 
         Raises:
             RewardFailed: when it failed on this batch; it is asked again, then for each sample alone.
             RewardError: when it cannot be used at all.
         """
         raise NotImplementedError
-
-    def evaluate(self, request: RewardRequest) -> Scores:
-        """Score as `score` does, with details, and with the samples on which it failed."""
-        return Scores(self.score(request))
 
 
 class ModelReward(Reward):
@@ -142,7 +128,7 @@ class ModelReward(Reward):
 
 
 class WeightedSum(Reward):
-    """The weighted sum of several rewards of different names. A sample that one of them gives no score has none."""
+    """The weighted sum of rewards of different names, which a `RewardScorer` asks one by one; NaN if one of them is."""
 
     def __init__(self, terms: Sequence[tuple[Reward, float]], name: str = "sum") -> None:
         names = [reward.name for reward, _ in terms]
@@ -152,10 +138,6 @@ class WeightedSum(Reward):
         self.terms = tuple(terms)
         self.is_host_work = all(reward.is_host_work for reward, _ in terms)
         self.timeout_seconds = sum(reward.timeout_seconds for reward, _ in terms)
-
-    def score(self, request: RewardRequest) -> Tensor:
-        """Return the weighted sum, [B] float32."""
-        return self.total({reward.name: reward.score(request) for reward, _ in self.terms})
 
     def total(self, scores: Mapping[str, Tensor]) -> Tensor:
         """Add up the scores of the terms, [B] each, by their names."""

@@ -13,7 +13,7 @@ import math
 import numbers
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,14 +39,11 @@ class CallFailed(Exception):
 
 
 class Verdict(NamedTuple):
-    """What a function says of one sample."""
+    """What a function says of one sample: NaN is no score; an error says, in words, how it failed on it."""
 
     score: float = math.nan
-    """NaN = no score."""
     details: dict[str, Any] | None = None
-    """Written down with the sample."""
     error: str = ""
-    """What it did instead, in words: it failed on this sample."""
 
 
 def load_reward_function(
@@ -57,8 +54,6 @@ def load_reward_function(
     `options` are those of the library's function, or arguments that are the same in every call of your own. ConfigError
     says why it cannot be loaded.
 
-    >>> load_reward_function("math:sqrt")(9.0)
-    3.0
     >>> load_reward_function("length", options={"maximum": 3, "unit": "words"})(["so short", "not so short now"])
     [1.0, 0.0]
     """
@@ -90,10 +85,7 @@ def require(name: str, is_met: bool, rule: str) -> None:
 
 
 def keyword_parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
-    """Return the parameters that can be passed by keyword, with True for required ones; and whether it takes others.
-
-    What `options` have decided is none of them.
-    """
+    """Return the parameters that `options` have not decided, True for required ones; and whether it takes others."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some compiled functions do not tell: offer the two that every reward knows
@@ -121,19 +113,19 @@ def call_function(function: Callable[..., Any], offered: Mapping[str, Any], expe
     """
     named, takes_others = keyword_parameters(function)
     if missing := [name for name, is_required in named.items() if is_required and name not in offered]:
-        remedy = "Rename the parameter, give it a default, name its column in reward.columns, or add the column"
+        what = f"has the parameter {missing[0]!r}, but it can only be called with {', '.join(offered)}"
         if missing[0] == "completion_ids":  # of `coati reward check`
-            remedy = (
-                'Tokens need a tokenizer: --set model.path=FOLDER. Or count words: --set reward.options.unit="words"'
-            )
-        raise CallFailed(
-            f"has the parameter {missing[0]!r}, but it can only be called with {', '.join(offered)}", remedy
-        )
+            raise CallFailed(what, "Name a tokenizer (--set model.path=FOLDER), or count words (reward.options.unit)")
+        raise CallFailed(what, "Rename it, give it a default, name its column in reward.columns, or add the column")
     if takes_others:
         named |= dict.fromkeys(offered.keys() - bound_options(function) - set(_ONLY_IF_NAMED), False)
     returned = function(**{name: value for name, value in offered.items() if name in named})
     if inspect.isawaitable(returned):
-        returned = asyncio.run(_awaited(returned))
+
+        async def result(awaitable: Awaitable[Any]) -> Any:
+            return await awaitable
+
+        returned = asyncio.run(result(returned))
     return read_verdicts(returned, expected)
 
 
@@ -168,10 +160,6 @@ def recorded(value: Any) -> Any:
     except (ValueError, RecursionError):  # NaN, or what contains itself or too much else
         return str(value) if isinstance(value, float) else type(value).__name__
     return json.loads(text) if len(text) <= _DETAIL_CHARACTERS else text[:_DETAIL_CHARACTERS]
-
-
-async def _awaited(returned: Any) -> Any:
-    return await returned
 
 
 def _listed(returned: Any, expected: int) -> list[Any] | None:

@@ -1,11 +1,7 @@
-"""A Python function as a reward, on a thread or in a child process: one that hangs cannot freeze a run.
-
-And rewards from settings: functions by name, models through a loader, weighted sums of both.
-"""
+"""A Python function as a reward, on a thread or in a child process, so that one that hangs cannot freeze a run."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -13,13 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from coati.background import run_in_background
 from coati.config.reward import RewardSettings, RewardTerm
 from coati.errors import RewardError, RewardFailed
-from coati.rewards.base import ModelReward, Reward, RewardRequest, Scores, WeightedSum
+from coati.rewards.base import ModelReward, Reward, RewardRequest, WeightedSum
 from coati.rewards.calling import CallFailed, Verdict, call_function, load_reward_function, raised
 from coati.rewards.library import isolation_of
 from coati.rewards.process import RewardProcess
@@ -33,15 +28,11 @@ _READS_MESSAGES = re.compile(
 class FunctionReward(Reward):
     """Scores text with a function called as TRL calls its own: by keyword, with lists of equal length.
 
-    The function gets `prompts`, `completions`, `completion_ids` and the dataset's columns, but only those that its
-    signature names (all of them if it takes `**kwargs`); `columns` says which column a parameter of another name takes.
-    One that names `timeout_seconds` is told how long it may take. It returns one number per sample; None, NaN and
-    infinite ones mean "no score"; `coati.rewards.calling` says what else. Texts are plain strings, for chat
-    prompts too; with `messages` each is a list of one chat message. It may be `async`: every batch then has its own
-    event loop.
+    It gets those of `prompts`, `completions`, `completion_ids` and the dataset's columns that its signature names (all
+    if it takes `**kwargs`); `columns` says which column a parameter of another name takes. What it may return:
+    `call_function`. With `messages` each text is a list of one chat message.
 
-    A call past the deadline raises. Python cannot end the thread, so a function that never returns keeps it
-    until the process ends, which does not wait for it. Give a `RewardProcess` to have it killed.
+    A call past the deadline raises. Python cannot end the thread: give a `RewardProcess` to have it killed.
 
     Example:
         >>> def brevity(completions):
@@ -71,28 +62,10 @@ class FunctionReward(Reward):
         else:
             self._function = partial(call_function, function)
 
-    def score(self, request: RewardRequest) -> Tensor:
-        """Return one score per sample, [B] float32 on the CPU.
-
-        Raises:
-            RewardFailed: when the function raises, hangs, or ends its process, or fails on a sample.
-            RewardError: when it does not return one number per sample.
-        """
-        scores = self.evaluate(request)
-        for error in scores.failures.values():
-            raise RewardFailed(error)
-        return scores.values
-
-    def evaluate(self, request: RewardRequest) -> Scores:
-        """Score as `score` does, with details; samples on which the function says that it failed are named."""
+    def score(self, request: RewardRequest) -> list[Verdict]:
+        """Return what the function says of each sample."""
         verdicts = self._call(self._offered(request), request)
-        # Judge finiteness as float32: 1e300 is finite in Python and infinite in the tensor.
-        values = torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float64).to(torch.float32)  # [B]
-        failures = {row: self._said(verdict.error) for row, verdict in enumerate(verdicts) if verdict.error}
-        has_score = values.isfinite()
-        has_score[list(failures)] = False
-        values = torch.where(has_score, values, torch.full_like(values, math.nan))
-        return Scores(values, [verdict.details or {} for verdict in verdicts], failures)
+        return [one._replace(error=self._said(one.error)) if one.error else one for one in verdicts]
 
     def _offered(self, request: RewardRequest) -> dict[str, Any]:
         offered: dict[str, Any] = {**request.columns}
@@ -147,10 +120,10 @@ def build_reward(
     search_paths: Sequence[Path] = (),
     function: Callable[..., Any] | None = None,
 ) -> Reward:
-    """Make the reward that `[reward]` describes, or that of a `function` which a program brings.
+    """Make the reward that `[reward]` describes, or that of a `function` which a program brings. ConfigError if one
+    cannot be loaded.
 
-    `load_model` turns a path or hub name into a module called as `model(sequences, attention_mask)`. Functions run
-    where `settings.isolation` says, those of the library where they should. ConfigError if one cannot be loaded.
+    `load_model` turns a path or hub name into a module called as `model(sequences, attention_mask)`.
     """
 
     def build(part: RewardTerm) -> Reward:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from coati.background import BackgroundThread
 from coati.counting import counted
 from coati.errors import ConfigError, RewardError, RewardFailed
 from coati.rewards.base import Reward, RewardRequest, WeightedSum, decode_completions, decode_prompts
-from coati.rewards.calling import excerpt
+from coati.rewards.calling import Verdict, excerpt
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +35,8 @@ class PendingScores:
     def __init__(self, scorer: RewardScorer, request: RewardRequest, device: torch.device) -> None:
         """Start to score. The scores come to `device`; samples on which the reward fails have none, if it scores any
         and the scorer allows failures."""
-        self.terms: dict[str, Tensor] = {}
-        """The scores of each term of a weighted sum, [B], when they are there."""
-        self.details: list[dict[str, Any]] = [{} for _ in range(len(request))]
-        """What rewards say of each sample besides the score, by their names, when the scores are there."""
-        self.failures: dict[int, str] = {}
-        """Why the reward failed, by row, when the scores are there."""
-        self.failed: dict[str, set[int]] = {}
-        """The rows that each reward failed on, by its name."""
-        self.unscored: dict[int, str] = {}
-        """The reward that gave a row no score, without a failure."""
+        self.verdicts: dict[str, list[Verdict]] = {}
+        """What the reward, or each term of a sum, says of each sample, by its name, when the scores are there."""
         self.num_retries = 0
         """How often a reward was asked again."""
         self.request = request
@@ -88,17 +80,33 @@ class PendingScores:
             raise RewardError(f"Reward {self._scorer.reward.name!r} did not score a batch within {self._seconds:g} s.")
         return self._future.result().to(self._device)
 
+    @property
+    def terms(self) -> dict[str, Tensor]:
+        """The scores of each term of a weighted sum, [B]."""
+        is_sum = type(self._scorer.reward) is WeightedSum
+        return {name: _scores(verdicts) for name, verdicts in self.verdicts.items()} if is_sum else {}
+
+    @property
+    def failures(self) -> dict[int, str]:
+        """Why a reward failed, by row."""
+        return {row: one.error for said in self.verdicts.values() for row, one in enumerate(said) if one.error}
+
+    @property
+    def unscored(self) -> dict[int, str]:
+        """The name of a reward that gave a row no score, and did not fail on it, by row."""
+        rows = ((row, name, one) for name, said in self.verdicts.items() for row, one in enumerate(said))
+        return {row: name for row, name, one in rows if not one.error and math.isnan(one.score)}
+
     def remarks(self) -> list[dict[str, Any]]:
         """What is written down with each sample besides its score, if anything: the terms of a sum, and details."""
-        terms = {
-            name: [score if math.isfinite(score) else None for score in scores.tolist()]
-            for name, scores in self.terms.items()
-        }
-        return [
-            ({"terms": {name: scores[row] for name, scores in terms.items()}} if terms else {})
-            | ({"details": details} if details else {})
-            for row, details in enumerate(self.details)
-        ]
+        found: list[dict[str, Any]] = [{} for _ in range(len(self.request))]
+        for name, said in self.verdicts.items():
+            for remarks, one in zip(found, said, strict=True):
+                if type(self._scorer.reward) is WeightedSum:
+                    remarks.setdefault("terms", {})[name] = None if math.isnan(one.score) else one.score
+                if one.details:
+                    remarks.setdefault("details", {})[name] = one.details
+        return found
 
     def _seconds_left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
@@ -109,63 +117,65 @@ class PendingScores:
 
     def _ask(self) -> Tensor:
         reward = self._scorer.reward
-        if type(reward) is not WeightedSum:
-            return self._scores_of(reward)
-        self.terms = {term.name: self._scores_of(term) for term, _ in reward.terms}
-        return reward.total(self.terms)
+        if type(reward) is WeightedSum:
+            self.verdicts = {term.name: self._verdicts_of(term) for term, _ in reward.terms}
+            return reward.total(self.terms)
+        self.verdicts = {reward.name: self._verdicts_of(reward)}
+        return _scores(self.verdicts[reward.name])
 
-    def _scores_of(self, reward: Reward) -> Tensor:
+    def _verdicts_of(self, reward: Reward) -> list[Verdict]:
         """Ask one reward for all samples, again for those that it fails on, at last for each of them alone."""
-        request, rows = self.request, list(range(len(self.request)))
-        device = "cpu" if self._scorer.reward.is_host_work else self._device
-        scores = torch.full([len(rows)], torch.nan, device=device)
-        failures = self._evaluate(reward, rows, scores)
+        request, verdicts = self.request, [Verdict()] * len(self.request)
+        failed = self._evaluate(reward, list(range(len(verdicts))), verdicts)
         for _ in range(self._scorer.retries):
-            if failures:
-                rows, first = list(failures), next(iter(failures.values()))
+            if failed:
                 self.num_retries += 1
-                logger.warning("%s It is asked again for %s.", first, counted(len(rows), "sample"))
-                failures = self._evaluate(reward, rows, scores)
-        if failures and not self._may_fail:
-            raise RewardFailed(next(iter(failures.values())))
-        if failures:
-            failures = self._evaluate_each(reward, list(failures), scores)
-        if failures and len(failures) == len(scores) and reward.name not in self._scorer.working:
+                logger.warning(
+                    "%s It is asked again for %s.", verdicts[failed[0]].error, counted(len(failed), "sample")
+                )
+                failed = self._evaluate(reward, failed, verdicts)
+        if failed and not self._may_fail:
+            raise RewardFailed(verdicts[failed[0]].error)
+        if failed:
+            failed = self._evaluate_each(reward, failed, verdicts)
+        if failed and len(failed) == len(verdicts) and reward.name not in self._scorer.working:
             sample = f"prompt {excerpt(request.prompts[0])!r}, completion {excerpt(request.completions[0])!r}"
-            raise RewardFailed(f"{failures[0]} It has scored no sample. The first: {sample}.")
-        self.failures |= failures
-        self.failed[reward.name] = set(failures)
-        silent = [row for row, is_there in enumerate(scores.isfinite().tolist()) if not is_there]
-        self.unscored |= dict.fromkeys((row for row in silent if row not in failures), reward.name)
-        return scores
+            raise RewardFailed(f"{verdicts[0].error} It has scored no sample. The first: {sample}.")
+        return verdicts
 
     def _evaluate(
-        self, reward: Reward, rows: list[int], scores: Tensor, timeout_seconds: float = math.inf
-    ) -> dict[int, str]:
-        """Ask for some samples and write their scores down; returns why it failed on others."""
+        self, reward: Reward, rows: list[int], verdicts: list[Verdict], timeout_seconds: float = math.inf
+    ) -> list[int]:
+        """Ask for some samples and write down what the reward says of them; returns those that it failed on."""
         self._deadline = max(self._deadline, time.monotonic() + reward.timeout_seconds + _GRACE_SECONDS)
         request = self.request if len(rows) == len(self.request) else self.request.select(rows)
         request.timeout_seconds = timeout_seconds
         try:
-            found = reward.evaluate(request)
+            said = reward.score(request)
         except RewardFailed as error:
-            return dict.fromkeys(rows, str(error))
-        scores[rows] = found.values.to(scores.device, scores.dtype)
-        for row, details in zip(rows, found.details, strict=False):  # of none, or of all
-            if details:
-                self.details[row][reward.name] = details
-        if len(found.failures) < len(rows):
+            said = [Verdict(error=str(error))] * len(rows)
+        said = [Verdict(score) for score in said.tolist()] if isinstance(said, Tensor) else said
+        # As float32, in which 1e300 is infinite.
+        scores = _scores(said).tolist()
+        for row, verdict, score in zip(rows, said, scores, strict=True):
+            verdicts[row] = verdict._replace(score=score if math.isfinite(score) and not verdict.error else math.nan)
+        failed = [row for row in rows if verdicts[row].error]
+        if len(failed) < len(rows):
             self._scorer.working.add(reward.name)
-        return {rows[row]: error for row, error in found.failures.items()}
+        return failed
 
-    def _evaluate_each(self, reward: Reward, rows: list[int], scores: Tensor) -> dict[int, str]:
+    def _evaluate_each(self, reward: Reward, rows: list[int], verdicts: list[Verdict]) -> list[int]:
         """Ask for samples one by one, in the time that a batch has: what one leaves of its share is for the rest."""
-        seconds, failures = reward.timeout_seconds, dict[int, str]()
+        seconds, failed = reward.timeout_seconds, list[int]()
         until = time.monotonic() + seconds
         for index, row in enumerate(rows):
             share = max(seconds / len(rows), (until - time.monotonic()) / (len(rows) - index))
-            failures |= self._evaluate(reward, [row], scores, share)
-        return failures
+            failed += self._evaluate(reward, [row], verdicts, share)
+        return failed
+
+
+def _scores(verdicts: Sequence[Verdict]) -> Tensor:
+    return torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float64).to(torch.float32)
 
 
 class RewardScorer:

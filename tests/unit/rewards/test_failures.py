@@ -57,7 +57,6 @@ def test_what_it_fails_on_is_found_and_the_rest_is_scored(is_sum):
     assert sorted(scores.failures) == [1, 3]
     assert "'judge' raised KeyError: 'no 2'" in scores.failures[1]
     assert "'judge' raised KeyError: 'no 4'" in scores.failures[3]
-    assert scores.failed == {"judge": {1, 3}}
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
@@ -195,7 +194,7 @@ def test_a_term_that_fails_is_asked_again_and_the_others_are_not():
     assert judge.calls == [[1, 2], [1, 2], [1], [2]]
     assert scores.terms["other"].tolist() == [1.0, 1.0]
     assert scores.terms["judge"].tolist() == pytest.approx([0.5, math.nan], nan_ok=True)
-    assert scores.details == [{"other": {"by": "other"}}] * 2
+    assert [row["details"] for row in scores.remarks()] == [{"other": {"by": "other"}}] * 2
     assert list(scores.failures) == [1]
 
 
@@ -216,7 +215,8 @@ def test_the_term_that_gives_no_score_is_named_and_written_down():
     scores = begin(None, 1, 2, 3, scorer=RewardScorer(reward, Numbers(), retries=0, max_quarantined=4))
     scores()
     assert (scores.unscored, sorted(scores.failures)) == ({0: "form"}, [2])
-    assert scores.failed == {"right": set(), "form": {2}}
+    assert [bool(one.error) for one in scores.verdicts["form"]] == [False, False, True]
+    assert not any(one.error for one in scores.verdicts["right"])
     assert [row["terms"]["form"] for row in scores.remarks()] == [None, 0.5, None]
 
 

@@ -163,8 +163,10 @@ def built():
 
 
 def told(reward, completions, **columns):
-    found = reward.evaluate(request_of(completions, **columns))
-    return found.values.tolist(), found
+    scorer = RewardScorer(reward, None, max_quarantined=len(completions))
+    scorer.working.add(reward.name)
+    found = PendingScores(scorer, request_of(completions, **columns), torch.device("cpu"))
+    return found().tolist(), found
 
 
 def test_math_is_compared_as_mathematics(built):
@@ -182,7 +184,7 @@ def test_math_is_compared_as_mathematics(built):
     texts, answers, expected = map(list, zip(*cases, strict=True))
     values, found = told(built("math-verify", **PATIENT), texts, answer=answers)
     assert values == expected
-    assert found.details[3]["found"] == "5"
+    assert found.remarks()[3]["details"]["math-verify"]["found"] == "5"
     assert not found.failures
 
 
@@ -229,7 +231,7 @@ def test_entries_of_reasoning_gym_are_scored_by_their_tasks(built):
     reward = built("reasoning-gym", **PATIENT)
     values, found = told(reward, right, **columns)
     assert values == [1.0] * 4
-    assert found.details[2] == {"found": entries[2]["answer"]}
+    assert found.remarks()[2]["details"]["reasoning-gym"] == {"found": entries[2]["answer"]}
     assert told(reward, ["<answer>no</answer>"] * 4, **columns)[0] != values
     assert told(reward, [entry["answer"] for entry in entries], **columns)[0] == [0.0] * 4  # no tags
     _, found = told(reward, ["<answer>1</answer>"], answer=["1"], metadata=['{"source_dataset": "no such task"}'])
@@ -255,7 +257,7 @@ def test_json_is_checked_against_a_schema(built):
     ]
     values, found = told(built("json-schema", schema=SCHEMA, **PATIENT), texts)
     assert values == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert found.details[3]["fault"].startswith("$.a: ")
+    assert found.remarks()[3]["details"]["json-schema"]["fault"].startswith("$.a: ")
     assert not found.failures
     ours = load_reward_function("json-schema")
     rows = {"completions": ["1", "1"], "schema": [{"type": "integer"}, '{"type": "string"}'], "timeout_seconds": 60.0}
@@ -305,10 +307,8 @@ def test_hostile_completions_are_judged_or_fail_alone_and_the_next_batch_is_scor
         assert math.isfinite(value) != (row in pending.failures), list(HOSTILE)[row]
     assert all("took more than" in error for error in pending.failures.values()), pending.failures
     assert not pending.failures or name in OPTIONS
-    after = (reward.evaluate(request_of(["1"], **COLUMNS.get(name, {}))) for _ in range(10))
-    assert any(
-        not found.failures and math.isfinite(float(found.values[0])) for found in after
-    )  # it may be slow here too
+    after = (told(reward, ["1"], **COLUMNS.get(name, {})) for _ in range(10))
+    assert any(not found.failures and math.isfinite(values[0]) for values, found in after)  # it may be slow here too
 
 
 def test_verifiers_run_where_they_can_be_killed_and_clients_where_there_is_a_network():

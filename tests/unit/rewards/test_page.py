@@ -6,7 +6,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
 from coati.config import RewardSettings
 from coati.rewards import FunctionReward
@@ -34,10 +33,9 @@ def test_the_functions_and_the_way_to_try_them(my_rewards, capsys):
     _, trial = blocks("python")
     names = {}
     exec(compile(trial, "rewards.md", "exec"), names)
-    assert capsys.readouterr().out == "tensor([1., 0.])\n"
-    polite = FunctionReward(load_reward_function("my_rewards:is_polite", [my_rewards])).evaluate(names["request"])
-    assert torch.equal(polite.values, torch.zeros(2))
-    assert polite.details == [{"words": 2}, {"words": 2}]
+    assert capsys.readouterr().out == "[1.0, 0.0]\n"
+    polite = FunctionReward(load_reward_function("my_rewards:is_polite", [my_rewards])).score(names["request"])
+    assert polite == [(0.0, {"words": 2}, "")] * 2
 
 
 def test_the_settings_are_valid_and_their_rewards_can_be_loaded(my_rewards, monkeypatch):

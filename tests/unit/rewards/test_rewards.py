@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -42,7 +43,8 @@ def request_of(*completions, **columns):
 
 
 def score_with(function, request=None, **options):
-    return FunctionReward(function, **{"timeout_seconds": 60, **options}).score(request or request_of("a", "b b"))
+    reward = FunctionReward(function, **{"timeout_seconds": 60, **options})
+    return tiny.ask(reward, request or request_of("a", "b b")).values
 
 
 def test_scores_come_back_as_float32():
@@ -135,11 +137,11 @@ def test_details_come_with_scores():
     def judge(completions):
         return [{"score": 1, "why": ["x"] * 999, "at": math.nan}, {"score": None, "why": "no idea"}]
 
-    found = FunctionReward(judge).evaluate(request_of("a", "b"))
+    found = tiny.ask(FunctionReward(judge), request_of("a", "b"))
     assert found.values.tolist() == pytest.approx([1.0, math.nan], nan_ok=True)
-    assert len(found.details[0]["why"]) == 1000
-    assert found.details[0]["at"] == "nan"
-    assert found.details[1] == {"why": "no idea"}
+    first, second = (remarks["details"]["judge"] for remarks in found.remarks())
+    assert (len(first["why"]), first["at"]) == (1000, "nan")
+    assert second == {"why": "no idea"}
     assert found.failures == {}
 
 
@@ -149,7 +151,7 @@ def test_details_that_no_file_could_hold_are_cut():
     deep = json.loads("[" * 900 + "]" * 900)
     many = {str(index): index for index in range(100)}
     judge = lambda completions: [{"score": 1, "loop": loop, "deep": deep, "set": {1}, **many}]  # noqa: E731
-    (details,) = FunctionReward(judge).evaluate(request_of("a")).details
+    ((_, details, _),) = FunctionReward(judge).score(request_of("a"))
     assert len(json.dumps(details)) < 10_000
     assert len(details) == 8
 
@@ -158,10 +160,10 @@ def test_a_function_may_fail_on_some_samples():
     def picky(completions):
         return [1.0, KeyError("no such word"), {"error": "no judge", "tries": 3}]
 
-    found = FunctionReward(picky, name="judge").evaluate(request_of("a", "b", "c"))
-    assert found.values.isnan().tolist() == [False, True, True]
-    assert found.failures[1].startswith("Reward function 'judge' raised KeyError: 'no such word'.")
-    assert "returned an error: no judge" in found.failures[2]
+    first, second, third = FunctionReward(picky, name="judge").score(request_of("a", "b", "c"))
+    assert (first.score, first.error) == (1.0, "")
+    assert second.error.startswith("Reward function 'judge' raised KeyError: 'no such word'.")
+    assert "returned an error: no judge" in third.error
     with pytest.raises(RewardError, match="no such word"):
         score_with(picky, request_of("a", "b", "c"))
 
@@ -216,7 +218,7 @@ def test_a_function_that_raises():
     assert "raised KeyError: 'no such word'" in message
     assert "test_rewards.py:" in message  # where it happened
     with pytest.raises(RewardError) as caught:
-        score_with(broken)
+        FunctionReward(broken).score(request_of("a"))
     assert isinstance(caught.value.__cause__, KeyError)
 
 
@@ -345,14 +347,14 @@ def constant(name, *values):
 def test_a_weighted_sum_by_hand():
     # 1 × (1, 2, none) - 0.5 × (4, none, 8) = (-1, none, none)
     total = WeightedSum([(constant("kind", 1, 2, None), 1.0), (constant("long", 4, None, 8), -0.5)])
-    scores = total.score(request_of("a", "b", "c"))
+    scores = tiny.ask(total, request_of("a", "b", "c")).values
     assert scores[0] == -1.0
     assert scores.isnan().tolist() == [False, True, True]
 
 
 def test_a_weight_of_zero_does_not_hide_a_missing_score():
     total = WeightedSum([(constant("kind", 1, 2), 1.0), (constant("odd", None, 3), 0.0)])
-    assert total.score(request_of("a", "b")).isnan().tolist() == [True, False]
+    assert tiny.ask(total, request_of("a", "b")).values.isnan().tolist() == [True, False]
 
 
 def test_terms_need_different_names():
@@ -435,10 +437,10 @@ def test_rewards_from_settings(tmp_path):
         return build_reward(RewardSettings(**settings), search_paths=[tmp_path], load_model=load_model)
 
     request = request_of("a", "bb")
-    assert built({"function": term["function"]}).score(request).tolist() == [1.0, 2.0]
+    assert tiny.ask(built({"function": term["function"]}), request).values.tolist() == [1.0, 2.0]
     assert built({"model": "models/rm"}).name == "rm"
     total = built({"terms": [term, {"model": "rm", "name": "style"}]})
-    assert total.score(request).tolist() == [2 * 1 + 3.0, 2 * 2 + 7.0]
+    assert tiny.ask(total, request).values.tolist() == [2 * 1 + 3.0, 2 * 2 + 7.0]
     assert [reward.name for reward, _ in total.terms] == ["length", "style"]
     assert asked == ["models/rm", "rm"]
 
