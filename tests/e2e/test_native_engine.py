@@ -2,16 +2,20 @@
 
 import dataclasses
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
+from native_on_cpu import as_on_a_gpu
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -19,12 +23,13 @@ from transformers import (
 )
 
 from coati.config import RolloutSettings
-from coati.errors import ConfigError, GenerateOptionError
+from coati.errors import ConfigError, GenerateOptionError, OutOfMemory
 from coati.models import Actor, LoRASettings, action_logprobs
 from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest, generate, make_engine
 from coati.rollout.native import NativeEngine
+from coati.rollout.native.cache import PagedCache
 from coati.rollout.native.decoder import Decoder, FusedLinear
-from coati.rollout.native.graphs import StepGraphs
+from coati.rollout.native.graphs import graph_size
 from coati.rollout.native.operations import TorchOperations
 
 SHAPE = {
@@ -281,9 +286,9 @@ def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_
     calls = {"prompts": [], "steps": 0}
     prefill, decode = Decoder.prefill, Decoder.decode
 
-    def counted_prefill(self, tokens, *arguments, **kwargs):
-        calls["prompts"].append(len(tokens))
-        return prefill(self, tokens, *arguments, **kwargs)
+    def counted_prefill(self, reading, *arguments, **kwargs):
+        calls["prompts"].append(len(reading.lengths))
+        return prefill(self, reading, *arguments, **kwargs)
 
     def counted_decode(*arguments, **kwargs):
         calls["steps"] += 1
@@ -307,21 +312,8 @@ def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_
 @pytest.fixture
 def replayed(monkeypatch):
     """The loop as on a GPU, but for its graphs, which compute their step anew; returns those that were captured."""
-    captured, reset = [], NativeEngine._reset
-
-    def capture(self, step, changed):
-        captured.append(step)
-        return SimpleNamespace(replay=step)
-
-    def reset_captured(self):
-        reset(self)
-        self._is_captured = True
-
-    monkeypatch.setattr(StepGraphs, "capture", capture)
-    monkeypatch.setattr(NativeEngine, "_reset", reset_captured)
     monkeypatch.setattr("coati.rollout.native.loop.STEPS_PER_LOOK", 3)
-    monkeypatch.setattr("coati.rollout.native.loop.POSITION_STEP", 3)
-    return captured
+    return as_on_a_gpu(monkeypatch)
 
 
 @pytest.mark.parametrize("looks_under_way", [1, 2, 3])
@@ -371,7 +363,7 @@ def test_responses_of_full_length_waste_no_step_whenever_the_host_looks(replayed
     request = dataclasses.replace(make_request(rows=12, eos_token_id=[]), max_new_tokens=8)
     rollout = generate(NativeEngine(make_model("llama"), num_slots=num_slots), request)
     assert bool(rollout.action_mask.all())
-    assert steps == [num_slots] * (12 // num_slots * 7)  # the first token comes with the prompt
+    assert steps == [graph_size(num_slots)] * (12 // num_slots * 7)  # the first token comes with the prompt
 
 
 def test_there_are_few_graphs_whatever_the_sizes_of_requests(replayed, monkeypatch):
@@ -382,12 +374,12 @@ def test_there_are_few_graphs_whatever_the_sizes_of_requests(replayed, monkeypat
         request = rows_of(make_request(rows=12), range(count))
         assert_same(generate(engine, request), generate(ReferenceEngine(model), request))
     sizes, lengths, *_ = map(set, zip(*engine._graphs.graphs, strict=True))
-    assert {8, 11} < sizes <= {1, 2, 4, 8, 11}
-    assert lengths == {9, 12}
+    assert {8, 16} < sizes <= {1, 2, 4, 8, 16}
+    assert lengths == {8, 16}
 
 
 def test_limits_and_prompts_of_other_lengths_need_no_other_graphs(replayed, monkeypatch):
-    monkeypatch.setattr("coati.rollout.native.loop.POSITION_STEP", 16)
+    monkeypatch.setattr("coati.rollout.native.loop.SHORT_TEXT", 16)
     engine = NativeEngine(model := make_model("llama"), num_slots=4)
     for max_new_tokens in (9, 8, 7, 6, 5):
         request = make_request(rows=12, max_new_tokens=max_new_tokens, eos_token_id=[])
@@ -397,19 +389,19 @@ def test_limits_and_prompts_of_other_lengths_need_no_other_graphs(replayed, monk
 
 def test_the_number_of_graphs_is_bounded_and_the_least_used_go_first(replayed, monkeypatch):
     monkeypatch.setattr("coati.rollout.native.graphs.MAX_GRAPHS", 2)
-    monkeypatch.setattr("coati.rollout.native.loop.POSITION_STEP", 16)
+    monkeypatch.setattr("coati.rollout.native.loop.SHORT_TEXT", 16)
     engine = NativeEngine(make_model("llama"), num_slots=4)
     for temperature, captures in ((1.0, 1), (2.0, 2), (1.0, 2), (3.0, 3), (1.0, 3), (2.0, 4)):
         generate(engine, make_request(rows=8, temperature=temperature, eos_token_id=[]))
         assert len(replayed) == captures
 
 
-def test_a_graph_of_kernels_does_for_all_lengths(replayed, monkeypatch):
+def test_graphs_of_kernels_are_for_short_texts_or_for_all(replayed, monkeypatch):
     # Of kernels the loop needs to know only that they do without.
     monkeypatch.setattr("coati.rollout.native.loop.TritonOperations", TorchOperations)
     engine = NativeEngine(make_model("llama"), num_slots=4)
-    generate(engine, make_request())
-    assert {length for _, length, *_ in engine._graphs.graphs} == {12}
+    generate(engine, make_request(max_new_tokens=40, eos_token_id=[]))
+    assert {length for _, length, *_ in engine._graphs.graphs} == {8, 64}
 
 
 def test_biases_of_every_product_count():
@@ -434,21 +426,90 @@ def test_a_request_larger_than_those_before_gets_more_room():
         assert_same(generate(engine, request), generate(NativeEngine(model), request))
 
 
-@pytest.mark.parametrize("failing", ["new_cache", "prefill"])
-def test_an_engine_that_ran_out_of_memory_writes_what_fits_afterwards(failing, monkeypatch):
-    model, whole = make_model("llama"), getattr(Decoder, failing)
+@pytest.mark.parametrize(("owner", "failing"), [(PagedCache, "enlarge"), (Decoder, "prefill")])
+def test_an_engine_that_ran_out_of_memory_writes_what_fits_afterwards(owner, failing, monkeypatch):
+    model, whole = make_model("llama"), getattr(owner, failing)
     engine = NativeEngine(model)
     generate(engine, make_request(rows=6, max_new_tokens=2))
 
     def out_of_memory(*_arguments, **_options):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Decoder, failing, out_of_memory)
+    monkeypatch.setattr(owner, failing, out_of_memory)
     request = make_request(rows=40, max_new_tokens=40)
     engine.submit(request)  # takes no memory: callers expect it to run out in `advance`
     with pytest.raises(torch.OutOfMemoryError):
         engine.advance()
     engine.cancel(request.sample_ids.tolist())
-    monkeypatch.setattr(Decoder, failing, whole)
+    monkeypatch.setattr(owner, failing, whole)
     assert_same(generate(engine, make_request(rows=6)), generate(ReferenceEngine(model), make_request(rows=6)))
     assert_same(generate(engine, make_request()), generate(ReferenceEngine(model), make_request()))
+
+
+@pytest.mark.parametrize("most_pages", [5, 7])
+def test_pages_that_run_out_lose_no_token(most_pages, monkeypatch):
+    given_up, give_up = [], NativeEngine._give_pages_up
+    monkeypatch.setattr(NativeEngine, "_give_pages_up", lambda self, one: (given_up.append(one.id), give_up(self, one)))
+    as_on_a_gpu(monkeypatch, most_pages=most_pages)  # of 4 tokens; a text has 12 at most
+    model = make_model("llama")
+    for options in ({}, {"eos_token_id": []}):
+        request = make_request(rows=12, **options)
+        engine = NativeEngine(model, num_slots=8)
+        assert_same(generate(engine, request), generate(ReferenceEngine(model), request))
+        assert len(engine._cache._free) == engine._cache.num_pages - 1
+        assert engine.room == 8
+    assert given_up
+
+
+def test_stop_strings_are_found_across_a_time_without_pages(monkeypatch):
+    as_on_a_gpu(monkeypatch, most_pages=6)
+    inner = Tokenizer(WordLevel({chr(97 + index): index for index in range(29)}, unk_token="a"))
+    inner.decoder = Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    model = make_model("llama")
+    written = generate(ReferenceEngine(model), make_request(rows=12, eos_token_id=[]))
+    pairs = [tokenizer.decode(row[-7:][at : at + 2]) for row in written.sequences.tolist() for at in (1, 3, 4)]
+    request = make_request(rows=12, eos_token_id=[], stop_strings=pairs[::5], tokenizer=tokenizer)
+    expected = generate(ReferenceEngine(model), request)
+    assert 0 < int(expected.is_cut.sum()) < 12
+    assert_same(generate(NativeEngine(model, num_slots=8), request), expected)
+
+
+def test_a_sample_that_no_page_is_left_for_is_an_error(monkeypatch):
+    as_on_a_gpu(monkeypatch, most_pages=3)
+    with pytest.raises(OutOfMemory, match=r"rollout\.max_new_tokens"):
+        generate(NativeEngine(make_model("llama")), make_request(eos_token_id=[]))
+
+
+def test_samples_of_a_prompt_share_the_pages_that_it_fills(monkeypatch):
+    as_on_a_gpu(monkeypatch, page_size=2)
+    model, engine = make_model("llama"), None
+    group = dataclasses.replace(rows_of(make_request(eos_token_id=[]), [0] * 6), sample_ids=torch.arange(6))
+    engine = NativeEngine(model, num_slots=8)
+    engine.submit(rows_of(group, range(4)))
+    engine.advance()
+    engine.submit(rows_of(group, [4]))  # finds them filled
+    engine.advance()
+    places = [sample.place for sample in engine._held]
+    assert len({tuple(place.pages[:2]) for place in places}) == 1  # of 5 tokens
+    own = [page for place in places for page in place.pages[2:]]
+    assert len({*own}) == len(own)
+    engine.commit(1)
+    engine.submit(rows_of(group, [5]))  # by other weights
+    engine.advance()
+    assert not {*engine._held[-1].place.pages} & {*places[0].pages}
+    engine.cancel(range(6))
+    assert len(engine._cache._free) == engine._cache.num_pages - 1
+
+
+def test_texts_are_read_in_passes_of_bounded_size(monkeypatch):
+    monkeypatch.setattr("coati.rollout.native.reading.PASS_TOKENS", 8)
+    read, prefill = [], Decoder.prefill
+    monkeypatch.setattr(
+        Decoder,
+        "prefill",
+        lambda self, reading, *a, **k: (read.append(reading.lengths), prefill(self, reading, *a, **k))[1],
+    )
+    model = make_model("llama")
+    assert_same(generate(NativeEngine(model), make_request()), generate(ReferenceEngine(model), make_request()))
+    assert [sum(lengths) for lengths in read] == [5, 4 + 3, 2 + 5, 4 + 3, 2 + 5]

@@ -1,5 +1,7 @@
 """The native engine with real CUDA graphs: the reference's text, the learner's log-probs, whatever the slots."""
 
+import dataclasses
+
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -15,7 +17,8 @@ from transformers import (
 
 from coati.models import Actor, action_logprobs
 from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest, generate
-from coati.rollout.native import NativeEngine, decoder
+from coati.rollout.native import NativeEngine, decoder, loop
+from coati.rollout.native.cache import PagedCache
 from coati.rollout.native.loop import STEPS_PER_LOOK
 from coati.rollout.native.operations import TorchOperations, TritonOperations
 
@@ -35,12 +38,12 @@ SHAPE = {
 ENDS = [*range(2, 18)]  # many, so that responses end at all lengths
 
 
-def make_model(family="qwen2", seed=0, dtype=torch.float32):
+def make_model(family="qwen2", seed=0, dtype=torch.float32, **changes):
     torch.manual_seed(seed)
     if family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32))
     else:
-        model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))
+        model = Qwen2ForCausalLM(Qwen2Config(**{**SHAPE, **changes}, tie_word_embeddings=True))
     return model.eval().to("cuda", dtype)
 
 
@@ -106,7 +109,44 @@ def test_requests_of_all_sizes_share_few_graphs():
     graphs = engine._graphs.graphs
     for rows in (20, 7, 33, 1 + 6):
         assert_same(generate(engine, make_request(rows, seed=rows)), generate(reference, make_request(rows, seed=rows)))
-    assert {key[0] for key in graphs} <= {1, 2, 4, 8, 16, 32, 35}
+    assert {key[0] for key in graphs} <= {1, 2, 4, 8, 16, 24, 32, 48}
+
+
+@pytest.mark.parametrize("most_pages", [16, 40])
+def test_pages_that_run_out_lose_no_token(most_pages, monkeypatch):
+    model, request = make_model(), make_request(max_new_tokens=200, eos_token_id=[2, 3])
+    expected = generate(ReferenceEngine(model), request)
+    given_up, give_up = [], NativeEngine._give_pages_up
+    monkeypatch.setattr(NativeEngine, "_give_pages_up", lambda self, one: (given_up.append(one.id), give_up(self, one)))
+    monkeypatch.setattr(PagedCache, "_affordable", lambda *_: most_pages)
+    monkeypatch.setattr(loop, "PAGE_SIZE", 16)
+    assert_same(generate(NativeEngine(model, num_slots=12), request), expected)
+    assert given_up
+
+
+def test_samples_of_a_long_prompt_share_its_pages():
+    model = make_model()
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(20, 200, (2, 300), generator=generator).repeat_interleave(8, dim=0)
+    request = dataclasses.replace(
+        make_request(16), input_ids=ids.cuda(), attention_mask=torch.ones_like(ids).cuda(), max_new_tokens=100
+    )
+    engine = NativeEngine(model)
+    assert_same(generate(engine, request), generate(ReferenceEngine(model), request))
+    # 4 whole pages of each prompt, and 3 of each sample; as many as there were at the same time at most.
+    assert engine._cache.num_pages <= 128
+
+
+def test_a_text_of_8192_tokens_has_the_learners_log_probs():
+    model = make_model(max_position_embeddings=16384)
+    ids = torch.randint(20, 200, (3, 8100), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, :7000] = 0
+    request = dataclasses.replace(
+        make_request(3, eos_token_id=[]), input_ids=ids.cuda(), attention_mask=mask.cuda(), max_new_tokens=92
+    )
+    rollout = generate(NativeEngine(model), request)
+    torch.testing.assert_close(rollout.rollout_log_probs, learners_log_probs(model, rollout), atol=1e-4, rtol=0)
 
 
 def test_stop_strings_end_responses_inside_the_graphs():

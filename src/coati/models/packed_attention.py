@@ -61,9 +61,7 @@ def packed_attention_forward(
         # Keys and values go to every row. A query is asked once; where it would be asked again, zeros are, in vain.
         keys, values = (take_often(part, row_slots) for part in (heads.key, heads.value))
         heads = _Heads(spread(heads.query, row_owners, len(row_slots)), keys, values)  # [N, H or K, D]
-    is_half = dtype in (torch.float16, torch.bfloat16)
-    takes_flash = device_type == "cuda" and is_half and not dropout and query.shape[-1] <= _LARGEST_FLASH_HEAD
-    if _FLASH is not None and takes_flash:
+    if _FLASH is not None and not dropout and _takes_flash(heads.query):
         assert max_length_q is not None
         mixed = _FLASH(heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     else:
@@ -71,6 +69,27 @@ def packed_attention_forward(
     if row_owners is not None:
         mixed = take(mixed, row_owners)
     return mixed.unsqueeze(0), None
+
+
+def attend_rows(
+    query: Tensor,  # [T, H, D]
+    key: Tensor,  # [T, K, D]
+    value: Tensor,  # [T, K, D]
+    starts: Tensor,  # [rows + 1] int32
+    lengths: tuple[int, ...],
+    *,
+    scale: float | None,
+) -> Tensor:
+    """Attention of every row to itself, [T, H, D], without gradients; on a CPU a row has the same bits beside any."""
+    heads = _Heads(query, key, value)
+    if _FLASH is not None and _takes_flash(query):
+        return _FLASH(heads, starts, max(lengths), scale, None)
+    return _by_length(heads, lengths, scale=scale, window=None, is_tiled=query.device.type == "cpu")
+
+
+def _takes_flash(query: Tensor) -> bool:
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.device.type == "cuda" and is_half and query.shape[-1] <= _LARGEST_FLASH_HEAD
 
 
 class _Heads(NamedTuple):
@@ -123,16 +142,22 @@ def drop_flash_on_old_gpus(device: torch.device) -> None:
 def _by_starts(heads: _Heads, starts: Tensor, **options: Any) -> Tensor:
     """Attention of every row to itself, by where the rows begin and the last one ends, [rows + 1]."""
     lengths = tuple(end - start for start, end in itertools.pairwise(starts.tolist()))
-    return _by_length(heads, lengths, **options)
+    return _by_length(heads, lengths, is_tiled=is_same_in_any_company(), **options)
 
 
 def _by_length(
-    heads: _Heads, lengths: tuple[int, ...], *, scale: float | None, window: int | None, dropout: float = 0.0
+    heads: _Heads,
+    lengths: tuple[int, ...],
+    *,
+    scale: float | None,
+    window: int | None,
+    dropout: float = 0.0,
+    is_tiled: bool = False,
 ) -> Tensor:
     """Attention of every row to itself, [T, H, D], one call for each bucket."""
     num_tokens, device = len(heads.query), heads.query.device
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
-    buckets = _buckets(lengths, device, stream, torch.is_inference_mode_enabled(), is_same_in_any_company())
+    buckets = _buckets(lengths, device, stream, torch.is_inference_mode_enabled(), is_tiled)
     parts = []
     for bucket in buckets:
         query, key, value = (

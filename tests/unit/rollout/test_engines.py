@@ -1,14 +1,12 @@
 """Our engines, held to the protocol of all."""
 
-from types import SimpleNamespace
-
 import pytest
 from engine_protocol import *  # noqa: F403
 from engine_protocol import PLACES
+from native_on_cpu import as_on_a_gpu
 from tiny import llama
 
 from coati.rollout import NativeEngine, ReferenceEngine
-from coati.rollout.native.graphs import StepGraphs
 
 
 @pytest.fixture
@@ -16,16 +14,13 @@ def policy():
     return lambda seed: llama(seed, num_hidden_layers=2, initializer_range=0.3)
 
 
-@pytest.fixture(params=["reference", "native", "native with few looks"])
+@pytest.fixture(params=["reference", "native", "native as on a GPU", "native with few pages"])
 def make_engine(request, monkeypatch):
     if request.param == "reference":
         return ReferenceEngine
-    if request.param == "native with few looks":
-        reset = NativeEngine._reset
-        monkeypatch.setattr(StepGraphs, "capture", lambda _self, step, _changed: SimpleNamespace(replay=step))
-        monkeypatch.setattr(NativeEngine, "_reset", lambda self: (reset(self), setattr(self, "_is_captured", True)))
+    if request.param != "native":
+        as_on_a_gpu(monkeypatch, most_pages=12 if request.param.endswith("few pages") else 64)
         monkeypatch.setattr("coati.rollout.native.loop.STEPS_PER_LOOK", 2)
-        monkeypatch.setattr("coati.rollout.native.loop.POSITION_STEP", 3)
     return lambda model, **settings: NativeEngine(model, num_slots=PLACES, **settings)
 
 

@@ -69,18 +69,24 @@ def test_gated(shape, dtype):
 
 @pytest.mark.parametrize(("num_kv_heads", "group", "dim"), [(2, 7, 64), (1, 1, 16), (4, 2, 32), (2, 20, 16)])
 @pytest.mark.parametrize("has_norms", [False, True])
-def test_attention_writes_the_cache_and_reads_all_of_it(num_kv_heads, group, dim, has_norms, dtype):
-    """Slots of different lengths, the empty cache among them, in a cache with more slots than are in use."""
-    num_positions, positions = 200, torch.tensor([0, 5, 64, 150], device=DEVICE)
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_attention_writes_the_cache_and_reads_all_of_it(num_kv_heads, group, dim, has_norms, page_size, dtype):
+    """Texts of different lengths, the empty one among them, in pages out of order; the longest is read in parts."""
+    width = 1024 // page_size
+    positions = torch.tensor([0, 5, 64, 301, 1000], device=DEVICE)
+    order = torch.randperm(5 * width, generator=torch.Generator().manual_seed(8))
+    pages = 1 + order.view(5, width).to(DEVICE)
     geometry = Geometry(head_dim=dim, num_kv_heads=num_kv_heads, group=group, scale=dim**-0.5)
     module = SimpleNamespace(q_norm=norm_of(dim, dtype), k_norm=norm_of(dim, dtype, 3)) if has_norms else nn.Module()
-    projected = random(4, (group + 2) * num_kv_heads * dim, dtype=dtype)
-    angles = random(num_positions, dim, seed=4, dtype=dtype), random(num_positions, dim, seed=5, dtype=dtype)
+    projected = random(5, (group + 2) * num_kv_heads * dim, dtype=dtype)
+    angles = random(1024, dim, seed=4, dtype=dtype), random(1024, dim, seed=5, dtype=dtype)
     results = []
     for operations in (TorchOperations(geometry), TritonOperations(geometry)):
-        keys, values = (random(6, num_kv_heads, num_positions, dim, seed=s, dtype=dtype) for s in (6, 7))
-        mixed = operations.attention(positions, num_positions, angles)(projected, module, keys, values)
-        results.append((mixed, keys, values))
+        shape = (5 * width + 1, num_kv_heads, page_size, dim)
+        keys, values = (random(*shape, seed=seed, dtype=dtype) for seed in (6, 7))
+        attend = operations.attention(positions, pages, page_size, 1001, angles)
+        mixed = [attend(projected, module, keys, values) for _ in range(2)]  # counters are as they were after a call
+        results.append((*mixed, keys, values))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
 

@@ -1,14 +1,12 @@
-"""The forward pass of a Llama-shaped decoder over a cache of slots.
+"""The forward pass of a Llama-shaped decoder over a paged cache.
 
 It calls the model's own linear layers, so it computes with the weights as they are at that moment: adapters count, and
 a weight update is seen by the next token. Around them it does no more than the model's definition asks for: no masks
 are built, no caches are grown, and grouped queries read their key-value heads as they lie in memory.
 
-Shapes: N slots, T tokens of each, H query heads in K groups (key-value heads) of G, D dimensions of a head, L
-positions.
+Shapes: n slots, T tokens, H query heads in K groups (key-value heads) of G, D dimensions of a head, L positions.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,40 +16,17 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coati.models.actor import unwrap
+from coati.models.packed_attention import attend_rows, drop_flash_on_old_gpus
 from coati.models.packing import base_of
 from coati.models.tiles import same_in_any_company, tiled_linear
+from coati.rollout.native.cache import PagedCache
 from coati.rollout.native.operations import Geometry, operations_for, rms_norm, split_heads
+from coati.rollout.native.reading import Reading
 
 # Slots that are computed together on a CPU, where rows are multiplied so many at a time; see `coati.models.tiles`.
 SLOT_TILE = 32
 # Any but cuDNN's, which plans for each new shape of a batch: 47 ms on the host of an H200.
 _PREFILL_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-def enlarged(tensor: Tensor, *shape: int) -> Tensor:
-    """A tensor of this shape with the old one in its corner, and zeros elsewhere."""
-    larger = tensor.new_zeros(shape)
-    larger[tuple(map(slice, tensor.shape))] = tensor
-    return larger
-
-
-@dataclasses.dataclass
-class SlotCache:
-    """Keys and values of every layer, [N, K, L, D] each."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
-
-    @property
-    def num_positions(self) -> int:
-        """L."""
-        return int(self.keys[0].shape[2])
-
-    def enlarge(self, num_slots: int, num_positions: int) -> None:
-        """Make room for more slots and positions, a layer at a time."""
-        for tensors in (self.keys, self.values):
-            for index, (_, num_heads, _, head_dim) in enumerate([tensor.shape for tensor in tensors]):
-                tensors[index] = enlarged(tensors[index], num_slots, num_heads, num_positions, head_dim)
 
 
 class FusedLinear:
@@ -183,71 +158,62 @@ class Decoder:
             layer.gate_and_up.join()
         return tuple(parameter.data_ptr() for parameter in self._parameters)
 
-    def new_cache(self, num_slots: int, num_positions: int) -> SlotCache:
-        """Room for so many slots of so many positions, where the model is now."""
+    def new_cache(self) -> PagedCache:
+        """A cache without pages, where the model is now."""
+        if self.weight.is_cuda:
+            drop_flash_on_old_gpus(self.weight.device)
         self.operations = operations_for(self.weight, self._geometry)
-        shape = (num_slots, self._geometry.num_kv_heads, num_positions, self._geometry.head_dim)
-        like = self.weight
-        return SlotCache(
-            keys=[torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in self._layers],
-            values=[torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in self._layers],
-        )
+        return PagedCache(len(self._layers), self._geometry.num_kv_heads, self._geometry.head_dim, self.weight)
 
     @sdpa_kernel(_PREFILL_KERNELS)
-    def prefill(
-        self, tokens: Tensor, lengths: Tensor, cache: SlotCache, slots: Tensor, rows: Tensor, *, past: int = 0
-    ) -> Tensor:
-        """Read prompts and fill slots with them; logits of the token after each prompt, [n, vocabulary].
+    def prefill(self, reading: Reading, cache: PagedCache, *, num_positions: int) -> Tensor:
+        """Read texts into the cache; logits of the token after the text of each sample, [samples, vocabulary].
 
-        `tokens` [U, T] are different prompts, padded on the right, `lengths` [U]; slot `slots[i]` gets prompt
-        `rows[i]`. Several slots may share a prompt, which is then computed once. What padding leaves in a slot lies
-        behind the prompt, where nothing attends before it is written over. With `past`, a single text is read into a
-        single slot, behind so many tokens that it holds.
+        `num_positions` is one past the largest position that a text in the cache can have.
         """
-        num_prompts, width = tokens.shape
-        end = past + width
-        cos, sin = self._rotation(cache.num_positions)
-        cos, sin = cos[past:end, None], sin[past:end, None]  # [T, 1, D]
-        mask = None
-        if past:
-            places = torch.arange(end, device=tokens.device)
-            mask = places <= places[past:, None]  # [T, L]
-        hidden = self._embedding(tokens)  # [U, T, d]
+        cos, sin = (table[reading.positions].unsqueeze(1) for table in self._rotation(num_positions))  # [T, 1, D]
+        hidden = self._embedding(reading.tokens)  # [T, d]
         for index, layer in enumerate(self._layers):
             projected = layer.projections(rms_norm(layer.module.input_layernorm, hidden))
-            heads = split_heads(projected, layer.module.self_attn, self._geometry, cos, sin)  # [U, T, H or K, D]
-            queries, keys, values = (part.transpose(1, 2) for part in heads)
-            cache.keys[index][slots, :, past:end] = keys[rows]
-            cache.values[index][slots, :, past:end] = values[rows]
-            if past:
-                keys, values = (cached[index][slots, :, :end] for cached in (cache.keys, cache.values))
-            # A prompt ends before its padding, so causality is all the masking there is.
-            mixed = F.scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=self._geometry.scale,
-                enable_gqa=self._geometry.group > 1,
-            )
-            hidden = hidden + _product(
-                layer.module.self_attn.o_proj, mixed.transpose(1, 2).reshape(num_prompts, width, -1)
-            )
+            queries, keys, values = split_heads(projected, layer.module.self_attn, self._geometry, cos, sin)
+            cache.keys[index][reading.pages, :, reading.offsets] = keys[reading.sources]
+            cache.values[index][reading.pages, :, reading.offsets] = values[reading.sources]
+            if reading.num_past:
+                mixed = self._attend_with_past(queries, cache.keys[index], cache.values[index], reading)
+            else:
+                mixed = attend_rows(queries, keys, values, reading.starts, reading.lengths, scale=self._geometry.scale)
+            hidden = hidden + _product(layer.module.self_attn.o_proj, mixed.flatten(1))
             both = layer.gate_and_up(rms_norm(layer.module.post_attention_layernorm, hidden))
             hidden = hidden + _product(layer.module.mlp.down_proj, self.operations.gated(both, layer.module.mlp.act_fn))
-        last = hidden[torch.arange(num_prompts, device=tokens.device), lengths - 1]
+        last = hidden[reading.starts[1:].long() - 1]
         logits: Tensor = _product(self._head, rms_norm(self._final_norm, last))
-        return logits[rows]
+        return logits[reading.which]
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache, num_positions: int) -> Tensor:
-        """Append one token to each of the first n slots; logits of the next, [n, vocabulary].
+    def _attend_with_past(self, queries: Tensor, keys: Tensor, values: Tensor, reading: Reading) -> Tensor:
+        """Attention of a single text's last T tokens to all of it, which the cache holds by now; [T, H, D]."""
+        positions, end = reading.positions, reading.num_past + len(reading.positions)
+        keys, values = (
+            cached[reading.past].transpose(0, 1).flatten(1, 2)[None, :, :end] for cached in (keys, values)
+        )  # [1, K, L, D]
+        mixed = F.scaled_dot_product_attention(
+            queries.transpose(0, 1).unsqueeze(0),
+            keys,
+            values,
+            attn_mask=torch.arange(end, device=positions.device) <= positions[:, None],  # [T, L]
+            scale=self._geometry.scale,
+            enable_gqa=self._geometry.group > 1,
+        )
+        return mixed[0].transpose(0, 1)
 
-        `tokens` and `positions` are [n]; `num_positions` is one past the largest position, so that no more of the
-        cache is read than holds anything.
+    def decode(self, tokens: Tensor, positions: Tensor, pages: Tensor, cache: PagedCache, num_positions: int) -> Tensor:
+        """Append one token to each of n texts; logits of the next, [n, vocabulary].
+
+        `tokens` and `positions` are [n], `pages` [n, M] where each text is; `num_positions` is one past the largest
+        position, so that no more of the cache is read than holds anything.
         """
         run = self.operations
-        attend = run.attention(positions, num_positions, self._rotation(cache.num_positions))
+        angles = self._rotation(pages.shape[1] * cache.page_size)
+        attend = run.attention(positions, pages, cache.page_size, num_positions, angles)
         hidden = self._embedding(tokens)  # [n, d]
         delta = None  # what the last product adds to it
         for index, layer in enumerate(self._layers):
@@ -270,3 +236,10 @@ class Decoder:
             half = sin.shape[-1] // 2
             self._angles = (cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1))
         return self._angles
+
+
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """What `config.json` of a model holds."""
+    base = base_of(unwrap(model))
+    config = base.config.to_dict() if hasattr(base, "config") else {}
+    return {**config, "architectures": [type(base).__name__]}

@@ -12,8 +12,14 @@ from coati.gpu import side_stream
 MAX_GRAPHS = 64
 
 
+def graph_size(num_slots: int) -> int:
+    """How many slots a graph computes for so many: a power of two or, from 24 on, three quarters of one."""
+    power = 1 << (num_slots - 1).bit_length()
+    return 3 * power // 4 if power > 16 and num_slots <= 3 * power // 4 else power
+
+
 class StepGraphs:
-    """The graphs of one set of buffers."""
+    """The graphs that there are."""
 
     def __init__(self) -> None:
         # The least recently used first; with what holds tensors that a graph reads.
@@ -22,7 +28,7 @@ class StepGraphs:
         self._addresses: tuple[int, ...] = ()
 
     def keep_for(self, addresses: tuple[int, ...]) -> None:
-        """Drop the graphs unless weights still lie at these addresses."""
+        """Drop the graphs unless what they read still lies at these addresses."""
         if addresses != self._addresses:
             self._addresses = addresses
             self.graphs.clear()

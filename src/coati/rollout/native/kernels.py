@@ -16,8 +16,12 @@ from torch import Tensor
 
 # Vocabulary entries that one program reads when a token is drawn.
 _DRAW_BLOCK = 2048
-# Positions of the cache that one step of attention reads.
+# Positions of the cache that one step of attention reads. A page holds so many, or several times as many.
 _KEY_BLOCK = 64
+# Attention is cut into so many programs, if texts are long enough: a part is of so many positions at least.
+_PROGRAMS = 1024
+_MOST_PARTS = 32
+_LEAST_PART = 512
 
 
 @triton.jit
@@ -42,17 +46,9 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
     width = hidden.shape[-1]
     total = hidden if delta is None else torch.empty_like(hidden)
     normed = torch.empty_like(hidden)
-    _add_norm_kernel[(len(hidden),)](
-        hidden,
-        hidden if delta is None else delta,
-        weight,
-        total,
-        normed,
-        width,
-        eps,
-        HAS_DELTA=delta is not None,
-        BLOCK=triton.next_power_of_2(width),
-    )
+    added = hidden if delta is None else delta
+    sizes = {"HAS_DELTA": delta is not None, "BLOCK": triton.next_power_of_2(width)}
+    _add_norm_kernel[(len(hidden),)](hidden, added, weight, total, normed, width, eps, **sizes)
     return total, normed
 
 
@@ -93,15 +89,28 @@ def _rotated(base, rows, columns, cos, sin, norm, eps, inside, DIM: tl.constexpr
 
 @triton.jit
 def _attend_kernel(
-    heads, positions, keys, values, cos_table, sin_table, query_norm, key_norm, out,
-    scale, eps, num_positions,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr, PRECISION: tl.constexpr,
+    heads, positions, pages, keys, values, cos_table, sin_table, query_norm, key_norm, out, mixtures, weights, arrived,
+    scale, eps, num_pages,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr, HAS_NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One slot, one key-value head: rotate its queries and key, store key and value, attend to all there is."""
+    """One slot, one key-value head, one part of the text: rotate queries and key, store key and value, attend.
+
+    A long text has several parts. The program that ends last puts them together.
+    """
     slot = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
+    part = tl.program_id(2)
     position = tl.load(positions + slot)
+    part_length = tl.maximum(tl.cdiv(tl.cdiv(position, PARTS), BLOCK) * BLOCK, LEAST)
+    num_parts = tl.maximum(tl.cdiv(position, part_length), 1)
+    if part >= num_parts:
+        return
+    # Pages first, because addresses depend on them: the new token's, and the one that is read next.
+    own_pages = pages + slot * num_pages
+    new_page = tl.load(own_pages + position // PAGE)
+    first = part * part_length
+    page = tl.load(own_pages + first // PAGE)
     dims = tl.arange(0, DIM)[None, :]
     cos = tl.load(cos_table + position * DIM + dims).to(tl.float32)
     sin = tl.load(sin_table + position * DIM + dims).to(tl.float32)
@@ -115,71 +124,103 @@ def _attend_kernel(
     one = tl.zeros((1, 1), dtype=tl.int32)
     key = _rotated(base, one + GROUP * KV_HEADS + kv_head, dims, cos, sin, key_norm, eps, one == 0, DIM, HAS_NORM)
     value = tl.load(base + (one + (GROUP + 1) * KV_HEADS + kv_head) * DIM + dims)  # [1, D]
-    page = (slot * KV_HEADS + kv_head) * num_positions * DIM
-    tl.store(keys + page + position * DIM + dims, key)
-    tl.store(values + page + position * DIM + dims, value)
+    is_first = part == 0
+    place = ((new_page * KV_HEADS + kv_head) * PAGE + position % PAGE) * DIM
+    if is_first:
+        tl.store(keys + place + dims, key)
+        tl.store(values + place + dims, value)
 
-    # The new token first: it is here, and never masked.
-    largest = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1) * scale  # [PADDED]
-    weight_sum = tl.full((PADDED,), 1.0, tl.float32)
-    mixed = tl.zeros((PADDED, DIM), tl.float32) + value.to(tl.float32)
+    # The first part begins with the new token: it is here, and never masked.
+    score = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1) * scale  # [PADDED]
+    largest = tl.where(is_first, score, float("-inf"))
+    weight_sum = tl.where(is_first, tl.full((PADDED,), 1.0, tl.float32), 0.0)
+    mixed = tl.where(is_first, tl.zeros((PADDED, DIM), tl.float32) + value.to(tl.float32), 0.0)
     places = tl.arange(0, BLOCK)
-    for start in range(0, position, BLOCK):
-        is_before = start + places < position
-        offsets = page + (start + places)[:, None] * DIM + dims
+    end = tl.minimum(first + part_length, position)
+    for start in tl.range(first, end, BLOCK, num_stages=3):
+        is_before = start + places < end
+        if PARTS > 1:  # a long loop is pipelined better so, and a short one has its page early
+            page = tl.load(own_pages + start // PAGE)
+        offsets = ((page * KV_HEADS + kv_head) * PAGE + start % PAGE + places)[:, None] * DIM + dims
+        if PARTS == 1:
+            page = tl.load(own_pages + tl.minimum(start + BLOCK, position) // PAGE)
         k = tl.load(keys + offsets, mask=is_before[:, None], other=0.0)  # [BLOCK, D]
         v = tl.load(values + offsets, mask=is_before[:, None], other=0.0)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
         scores = tl.where(is_before[None, :], scores, float("-inf"))
         newest = tl.maximum(largest, tl.max(scores, axis=1))
         shrink = tl.exp(largest - newest)
-        weights = tl.exp(scores - newest[:, None])
-        weight_sum = weight_sum * shrink + tl.sum(weights, axis=1)
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        shares = tl.exp(scores - newest[:, None])
+        weight_sum = weight_sum * shrink + tl.sum(shares, axis=1)
+        mixed = mixed * shrink[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
         largest = newest
-    result = (mixed / weight_sum[:, None]).to(query.dtype)
-    target = out + slot * GROUP * KV_HEADS * DIM
-    tl.store(target + (kv_head * GROUP + members) * DIM + dims, result, mask=is_member)
+
+    target = out + (slot * KV_HEADS + kv_head) * GROUP * DIM + members * DIM + dims
+    if num_parts == 1:
+        tl.store(target, (mixed / weight_sum[:, None]).to(query.dtype), mask=is_member)
+    else:
+        pair = slot * KV_HEADS + kv_head
+        rows = tl.arange(0, PADDED)
+        own = pair * PARTS + part
+        tl.store(mixtures + (own * PADDED + members) * DIM + dims, mixed)
+        tl.store(weights + own * 2 * PADDED + rows, largest)
+        tl.store(weights + (own * 2 + 1) * PADDED + rows, weight_sum)
+        tl.debug_barrier()  # all threads have stored what the count tells of
+        if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == num_parts - 1:
+            tl.debug_barrier()
+            tl.store(arrived + pair, 0)
+            largest = tl.full((PADDED,), float("-inf"), tl.float32)
+            weight_sum = tl.zeros((PADDED,), tl.float32)
+            mixed = tl.zeros((PADDED, DIM), tl.float32)
+            for number in range(num_parts):
+                other = pair * PARTS + number
+                theirs = tl.load(weights + other * 2 * PADDED + rows, cache_modifier=".cg")
+                newest = tl.maximum(largest, theirs)
+                shrink, share = tl.exp(largest - newest), tl.exp(theirs - newest)
+                their_sum = tl.load(weights + (other * 2 + 1) * PADDED + rows, cache_modifier=".cg")
+                weight_sum = weight_sum * shrink + their_sum * share
+                their_mixed = tl.load(mixtures + (other * PADDED + members) * DIM + dims, cache_modifier=".cg")
+                mixed = mixed * shrink[:, None] + their_mixed * share[:, None]
+                largest = newest
+            tl.store(target, (mixed / weight_sum[:, None]).to(query.dtype), mask=is_member)
+
+
+class Parts:
+    """The parts in which n texts are read: how many, and what each comes to until they are put together."""
+
+    def __init__(self, positions: Tensor, num_positions: int, geometry: Any) -> None:
+        pairs, self.padded = len(positions) * geometry.num_kv_heads, max(16, triton.next_power_of_2(geometry.group))
+        wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, pairs))
+        self.count = min(wanted, _MOST_PARTS, triton.cdiv(num_positions, _LEAST_PART))
+        sums = positions.new_empty(pairs * self.count * self.padded, geometry.head_dim + 2, dtype=torch.float32)
+        mixtures, weights = sums.view(-1).split([sums[:, 2:].numel(), 2 * len(sums)])
+        self.tensors = (mixtures, weights, positions.new_zeros(pairs, dtype=torch.int32))
 
 
 def attend(
     heads: Tensor,  # [n, (H + 2K)·D]: queries, keys, values, not yet rotated
     positions: Tensor,  # [n]
-    keys: Tensor,  # [N, K, L, D]
+    pages: Tensor,  # [n, M]
+    keys: Tensor,  # [P, K, S, D]
     values: Tensor,
-    cos: Tensor,  # [≥ L, D]
-    signed_sin: Tensor,
+    angles: tuple[Tensor, Tensor],  # [L, D] each: cos and signed sin
+    parts: Parts,
     *,
     group: int,
     scale: float,
     norms: tuple[Tensor, Tensor, float] | None,
 ) -> Tensor:
     """Store the new keys and values in the cache, and attend; [n, H·D]."""
-    _, num_kv_heads, num_positions, dim = keys.shape
+    _, num_kv_heads, page_size, dim = keys.shape
     out = heads.new_empty(len(heads), group * num_kv_heads * dim)
-    query_norm, key_norm, eps = norms or (cos, cos, 0.0)
-    _attend_kernel[(len(heads), num_kv_heads)](
-        heads,
-        positions,
-        keys,
-        values,
-        cos,
-        signed_sin,
-        query_norm,
-        key_norm,
-        out,
-        scale,
-        eps,
-        num_positions,
-        KV_HEADS=num_kv_heads,
-        GROUP=group,
-        PADDED=max(16, triton.next_power_of_2(group)),
-        DIM=dim,
-        BLOCK=_KEY_BLOCK,
-        HAS_NORM=norms is not None,
-        PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
-        num_warps=4,
-    )
+    query_norm, key_norm, eps = norms or (*angles, 0.0)
+    _attend_kernel[(len(heads), num_kv_heads, parts.count)](
+        heads, positions, pages, keys, values, *angles, query_norm, key_norm, out, *parts.tensors,
+        scale, eps, pages.stride(0),
+        KV_HEADS=num_kv_heads, GROUP=group, PADDED=parts.padded, DIM=dim, PAGE=page_size,
+        BLOCK=min(_KEY_BLOCK, page_size), PARTS=parts.count, LEAST=_LEAST_PART, HAS_NORM=norms is not None,
+        PRECISION="ieee" if heads.dtype == torch.float32 else "tf32", num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -239,15 +280,6 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, 
     log_probs = torch.empty(count, dtype=torch.float32, device=logits.device)
     sizes: tuple[Any, ...] = (vocabulary, num_blocks, 1.0 / temperature)
     _block_sums_kernel[(count, num_blocks)](logits, maxima, sums, *sizes, BLOCK=_DRAW_BLOCK)
-    _draw_kernel[(count,)](
-        logits,
-        maxima,
-        sums,
-        uniforms,
-        tokens,
-        log_probs,
-        *sizes,
-        BLOCK=_DRAW_BLOCK,
-        MANY=triton.next_power_of_2(num_blocks),
-    )
+    blocks = {"BLOCK": _DRAW_BLOCK, "MANY": triton.next_power_of_2(num_blocks)}
+    _draw_kernel[(count,)](logits, maxima, sums, uniforms, tokens, log_probs, *sizes, **blocks)
     return tokens, log_probs

@@ -1,50 +1,47 @@
 """The native engine's loop: continuous batching over slots, with as little of the host as possible.
 
-Everything a step needs lies in tensors of fixed size and place: the slots' tokens and positions, the draws, what has
-been written. So a whole step (model, sampling, log-prob, stop check, bookkeeping) can be captured as a CUDA graph and
-replayed without the host, which learns only every few tokens which samples have ended, and a few tokens late: the
+Everything a step needs lies in tensors of fixed size and place: the slots' tokens, positions and pages, the draws, what
+has been written. So a whole step (model, sampling, log-prob, stop check, bookkeeping) can be captured as a CUDA graph
+and replayed without the host, which learns only every few tokens which samples have ended, and a few tokens late: the
 device never waits for it. A slot whose sample has ended computes into a row that is never read until the host learns of
 it. Then it takes the next prompt, of whatever request; or, when none waits, the living slots are moved together and
-fewer are computed. A response has a row of its own, which does not move.
+fewer are computed. A response has a row of its own, which does not move, and neither do keys and values.
+
+Where pages run out, the youngest sample gives its pages up. When there are enough again it is read again, and written
+on from where it was, by the same draws.
 
 On a CPU the same steps run without a graph, and the host looks after every token.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from coati.config.generate import GenerateOptions, native_engine_problem, options_problem
-from coati.errors import ConfigError, GenerateOptionError
+from coati.errors import ConfigError, GenerateOptionError, OutOfMemory
 from coati.models.actor import unwrap
-from coati.models.packing import base_of
-from coati.models.tiles import padded_length
-from coati.randomness import keyed_uniforms
 from coati.rollout.engine import Response, RolloutRequest, Sample
-from coati.rollout.native.decoder import SLOT_TILE, Decoder, SlotCache, enlarged
-from coati.rollout.native.graphs import StepGraphs
+from coati.rollout.native.cache import enlarged
+from coati.rollout.native.decoder import SLOT_TILE, Decoder, config_of
+from coati.rollout.native.graphs import StepGraphs, graph_size
 from coati.rollout.native.operations import TritonOperations, slot_length
-from coati.rollout.native.slots import Ended, Look, Place, Responses, Slots, TokenRules
+from coati.rollout.native.reading import passes, reading_of
+from coati.rollout.native.slots import Ended, Look, Place, Responses, Slots, TokenRules, on_device
 
 DEFAULT_SLOTS = 256
 # Tokens between two looks of the host at a GPU, and how many looks it has under way at most. A sample that has ended
 # wastes about as many steps of its slot as the two make together; more, if others are admitted meanwhile.
 STEPS_PER_LOOK = 4
 LOOKS_UNDER_WAY = 2
-# Buffers of captured steps have room for a multiple of so many positions, and attention by torch reads as many: so
-# requests of slightly different lengths share buffers and graphs.
-POSITION_STEP = 128
-
-
-class Sizes(NamedTuple):
-    """What there is room for."""
-
-    num_slots: int
-    num_positions: int
-    max_new_tokens: int
+# Positions of a page on a GPU.
+PAGE_SIZE = 64
+# While no text is longer, attention on a GPU needs no parts: graphs exist with and without them.
+SHORT_TEXT = 512
+# Of a GPU's slots so many have to be free before prompts are read, unless fewer wait: a pass over few is slow.
+READING_SHARE = 1 / 16
 
 
 class NativeEngine:
@@ -67,18 +64,22 @@ class NativeEngine:
         self._device = self._decoder.weight.device
         self._is_captured = self._device.type == "cuda"
         self._version = torch.full((), self._last_version, device=self._device)
-        self._sizes = Sizes(0, 0, 0)
-        self._cache = self._decoder.new_cache(*self._sizes[:2])
-        self._slots = Slots.empty(0, self._device)
-        self._responses = Responses.empty(1, 0, self._device)
+        self._cache = self._decoder.new_cache()
+        num_slots = _tiled(self._max_slots)
+        self._slots = Slots.empty(num_slots, self._device)
+        # What a slot without a sample writes goes into one row more than there are slots.
+        self._responses = Responses.empty(num_slots + 1, 0, self._device)
+        self._free_rows = list(range(num_slots))
+        self._births = itertools.count()
         self._waiting: deque[Sample] = deque()
         self._samples: list[Sample | None] = []  # by slot, of those in use: the first so many
+        self._is_moved = False  # whether slots have other pages than the device knows of
         self._kept: dict[int, list[int]] = {}  # responses of samples that have ended and have a slot, by id
-        self._free_rows: list[int] = []
         self._looks: deque[Look] = deque()  # the oldest first
         self._ended: list[Response] = []  # not yet returned
         self._rules: TokenRules | None = None  # of all samples that are alive
         self._graphs = StepGraphs()
+        self._weights: tuple[int, ...] = ()  # where they lie; see `_find_weights`
 
     @property
     def room(self) -> int:
@@ -96,9 +97,14 @@ class NativeEngine:
         return [sample for sample in self._samples if sample is not None]
 
     @property
+    def _alive(self) -> list[Sample]:
+        """Samples that are being written: they have pages, and the host has not seen their end."""
+        return [sample for sample in self._held if _is_alive(sample)]
+
+    @property
     def _steps_left(self) -> int:
         """After so many steps none is alive."""
-        return max((sample.place.left for sample in self._held if not sample.is_over), default=0)
+        return max((sample.place.left for sample in self._alive), default=0)
 
     def submit(self, request: RolloutRequest) -> None:
         """As the protocol says."""
@@ -112,18 +118,20 @@ class NativeEngine:
         for sample in samples:
             sample.place = Place(rules)
         self._waiting += samples
-        self._keep_graphs()
+        self._find_weights()
 
     @torch.no_grad()
     def advance(self) -> list[Response]:
         """Write a few tokens in each slot, on a CPU one; returns what the host learns to have ended."""
         has_begun = self._admit()
         if (left := self._steps_left) > 0 and (not has_begun or self._is_captured):
-            self._compact()
-            self._run(min(left, STEPS_PER_LOOK if self._is_captured else 1))
-        if count := len(self._samples):
-            state = self._responses.state(self._slots.rows[:count], self._slots.alive[:count])
-            self._looks.append(Look(state, self._samples))
+            num_steps = min(left, STEPS_PER_LOOK if self._is_captured else 1)
+            self._extend_pages(num_steps)
+            if self._alive:
+                self._run(num_steps, self._compact())
+        if self._samples:
+            state = self._responses.state(self._slots, len(self._samples))
+            self._looks.append(Look(state, [one if one and one.place.pages else None for one in self._samples]))
         looks_under_way = LOOKS_UNDER_WAY if self._is_captured else 1
         while self._looks and (len(self._looks) >= looks_under_way or self._steps_left <= 0):
             self._take_out(self._looks.popleft().ended())
@@ -135,8 +143,10 @@ class NativeEngine:
         response = self._kept.pop(sample_id)
         sample = next(sample for sample in self._held if sample.id == sample_id)
         turn = sample.next_turn(response, tokens, max_new_tokens)
-        # The last token of a response is not in the cache, and what a slot does after it goes to the place before.
-        turn.place.num_cached = len(sample.tokens) + max(0, len(response) - 2)
+        turn.place.written = []
+        if turn.place.pages:
+            # The last token of a response is not in the cache, and what a slot does after it goes to the place before.
+            turn.place.num_cached = len(sample.tokens) + max(0, len(response) - 2)
         self._waiting.appendleft(turn)
 
     @torch.no_grad()
@@ -146,7 +156,8 @@ class NativeEngine:
             return
         self._last_version = version
         self._version.fill_(version)
-        self._keep_graphs()
+        self._find_weights()
+        self._cache.forget_prompts()
 
     def cancel(self, sample_ids: Collection[int]) -> None:
         """As the protocol says."""
@@ -156,137 +167,148 @@ class NativeEngine:
         for sample in self._held:
             if sample.id in gone:
                 self._kept.pop(sample.id, None)
-                self._slots.alive[sample.place.slot] = False
                 self._free(sample)
 
-    # Room
+    # Pages
 
     def _make_room(self) -> None:
-        """Have buffers for what waits and all that is there; if memory runs out, the engine can be used afterwards."""
-        num_slots = min(self._max_slots, self._num_samples)
-        num_positions = max(len(sample.tokens) + sample.limit for sample in self._waiting)
-        max_new_tokens = max(sample.limit for sample in self._waiting)
-        if self._is_captured:
-            num_positions, max_new_tokens = _rounded_up(num_positions), _rounded_up(max_new_tokens)
-        elif self._device.type == "cpu":
-            num_slots = _tiled(num_slots)
-        sizes = Sizes(*map(max, zip((num_slots, num_positions, max_new_tokens), self._sizes, strict=True)))
-        if sizes == self._sizes:
-            return
-        self._graphs = StepGraphs()  # the others are of the old buffers
-        length = slot_length(sizes.num_positions) if self._device.type == "cpu" else sizes.num_positions
-        if self._held:
-            self._cache.enlarge(sizes.num_slots, length)
-            self._slots = Slots(*(enlarged(tensor, sizes.num_slots) for tensor in self._slots.tensors()))
+        """Have buffers for the longest texts that wait."""
+        longest = max(len(sample.tokens) + sample.limit for sample in self._waiting)
+        longest_response = max(sample.limit for sample in self._waiting)
+        if self._is_captured:  # few sizes, because each needs graphs of its own
+            sizes = (max(PAGE_SIZE, one) for one in (longest, longest_response))
+            longest, longest_response = (1 << (one - 1).bit_length() for one in sizes)
+            self._cache.enlarge(0, PAGE_SIZE)
         else:
-            self._sizes, self._free_rows = Sizes(0, 0, 0), []
-            self._cache = SlotCache([], [])  # its memory first
-            self._responses = Responses.empty(1, 0, self._device)
-            self._cache = self._decoder.new_cache(sizes.num_slots, length)
-            self._slots = Slots.empty(sizes.num_slots, self._device)
-        # What a slot without a sample writes goes into one row more than there are slots.
-        self._responses = self._responses.enlarged(sizes.num_slots + 1, sizes.max_new_tokens)
-        self._free_rows += range(self._sizes.num_slots, sizes.num_slots)
-        self._sizes = sizes
-        self._keep_graphs()
+            self._cache.enlarge(_tiled(min(self._max_slots, self._num_samples)) + 1, slot_length(longest))
+        num_slots, num_pages = self._slots.pages.shape
+        if longest_response >= self._responses.tokens.shape[1]:  # a slot that is done stays behind the last token
+            self._responses = self._responses.enlarged(num_slots + 1, longest_response + 1)
+        if self._cache.covering(longest) > num_pages:
+            self._slots.pages = enlarged(self._slots.pages, num_slots, self._cache.covering(longest))
+            self._is_moved = True
 
-    def _on_device(self, numbers: Any) -> Tensor:
-        """Numbers as a tensor, without a wait for what the device does."""
-        tensor = torch.as_tensor(numbers)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+    def _begin_pages(self, sample: Sample, num_alive: int) -> bool:
+        """Have pages for the text of a sample to be begun, and on a GPU a spare one for each alive; or False."""
+        place, cache = sample.place, self._cache
+        while True:
+            shared = [] if place.pages else cache.of_prompt(sample.tokens)
+            # One position more: a sample that ends with its first token computes on there until the host knows.
+            missing = cache.covering(len(sample.tokens) + len(place.written) + 1) - len(place.pages) - len(shared)
+            if cache.has_free(missing + num_alive * self._is_captured):
+                break
+            if num_alive:
+                return False
+            self._free_some_pages(sample)
+        is_read_whole, place.num_shared = not place.pages, len(shared)
+        place.pages += [*cache.use(shared), *cache.take(missing)]
+        if is_read_whole:
+            cache.keep_prompt(sample.tokens, place.pages)
+        return True
 
-    def _keep_graphs(self) -> None:
-        """Drop graphs if weights are not where they were."""
-        if self._is_captured:
-            self._graphs.keep_for(self._decoder.join_weights())
+    def _extend_pages(self, num_steps: int) -> None:
+        """Have pages for so many more tokens of each sample; where too few are left, the youngest give theirs up."""
+        for sample in self._alive:
+            place, end = sample.place, len(sample.tokens) + sample.limit - 1
+            missing = self._cache.covering(min(end, end - place.left + num_steps)) - len(place.pages)
+            while missing > 0 and _is_alive(sample) and not self._cache.has_free(missing):
+                self._free_some_pages(sample)
+            if missing > 0 and _is_alive(sample):
+                place.pages += self._cache.take(missing)
+                self._is_moved = True
+
+    def _free_some_pages(self, sample: Sample) -> None:
+        """Free pages for this one: of what has ended; else of one that is kept, or of the youngest."""
+        if self._looks:
+            self._take_out(self._looks.popleft().ended())
+            return
+        having = [one for one in self._held if one.place.pages]
+        if all(one.place is sample.place for one in having):
+            raise OutOfMemory(
+                f"A prompt of {len(sample.tokens)} tokens and a response of up to {sample.limit} do not fit into "
+                f"{self._cache.num_pages - 1} pages of {self._cache.page_size} tokens, half of the GPU's free memory. "
+                "Use a smaller rollout.max_new_tokens, or a GPU with more memory."
+            )
+        self._give_pages_up(max(having, key=lambda one: (one.is_over, one.place.born)))
+
+    def _give_pages_up(self, sample: Sample) -> None:
+        """Let a sample wait without pages, to be read again later; no look is under way."""
+        place = sample.place
+        self._release(sample)
+        if not sample.is_over:
+            place.written = self._responses.tokens[place.row, : self._slots.steps[place.slot]].tolist()
+            self._waiting.appendleft(sample)
+
+    def _release(self, sample: Sample) -> None:
+        """Take the pages of a sample back, and stop its slot."""
+        place = sample.place
+        freed = self._cache.release(place.pages)
+        if not place.is_finite:  # attention multiplies masked places of the cache by 0, and 0 times NaN is NaN
+            for tensor in self._cache.tensors():
+                tensor[freed] = 0
+        place.pages, place.num_cached, place.num_shared, place.is_finite = [], 0, 0, True
+        self._is_moved = True
 
     # Into slots and out of them
 
     def _admit(self) -> bool:
-        """Begin samples that wait, as far as there are slots for them; False if none was begun."""
-        if not self._waiting:
+        """Begin samples that wait, as far as there are slots and pages for them; False if none was begun."""
+        used = len(self._samples)
+        free = deque(slot for slot in range(self._max_slots) if slot >= used or self._samples[slot] is None)
+        least = self._max_slots * READING_SHARE if self._is_captured and self._alive else 1
+        if not self._waiting or (self._waiting[0].place.slot < 0 and len(free) < min(least, len(self._waiting))):
             return False
         self._make_room()
-        num_slots = min(self._max_slots, self._sizes.num_slots)
-        used = len(self._samples)
-        free = deque(slot for slot in range(num_slots) if slot >= used or self._samples[slot] is None)
-        new: list[Sample] = []
+        num_alive, new = len(self._alive), list[Sample]()
         while self._waiting and (free or self._waiting[0].place.slot >= 0) and self._may_begin(self._waiting[0]):
-            sample = self._waiting.popleft()
+            if not self._begin_pages(sample := self._waiting[0], num_alive + len(new)):
+                break
+            self._waiting.popleft()
             place, self._rules = sample.place, sample.place.rules
             if place.slot < 0:
-                place.slot, place.row = free.popleft(), self._free_rows.pop()
+                place.slot, place.row, place.born = free.popleft(), self._free_rows.pop(), next(self._births)
                 self._samples += [None] * (place.slot + 1 - len(self._samples))
-            self._samples[place.slot] = sample
-            place.left = sample.limit - 1
+            self._samples[place.slot], self._is_moved = sample, True
+            place.left = sample.limit - 1 - len(place.written)
             new.append(sample)
-        later_turns = [sample for sample in new if sample.place.num_cached]
-        if first_turns := [sample for sample in new if not sample.place.num_cached]:
-            self._begin(first_turns, self._read(first_turns, [sample.tokens for sample in first_turns]))
-        for sample in later_turns:
-            past = sample.place.num_cached
-            self._begin([sample], self._read([sample], [sample.tokens[past:]], past=past))
+        for samples in passes(new):
+            reading = reading_of(samples, self._cache.page_size, self._device)
+            num_positions = self._slots.pages.shape[1] * self._cache.page_size
+            self._begin(samples, self._decoder.prefill(reading, self._cache, num_positions=num_positions))
         return bool(new)
 
     def _may_begin(self, sample: Sample) -> bool:
         """Whether its tokens are drawn by the rules of all that are alive."""
-        if self._rules is not None and self._rules.key == sample.place.rules.key:
-            return True
-        return all(other.is_over for other in self._held)
-
-    def _read(self, samples: Sequence[Sample], texts: Sequence[Sequence[int]], *, past: int = 0) -> Tensor:
-        """Read texts into the slots of samples, behind `past` tokens; logits of the token after each, [n, vocabulary].
-
-        All are read together or, on a CPU, those that are filled up to the same length.
-        """
-        is_tiled = self._device.type == "cpu" and not past
-        lengths = [padded_length(len(text)) if is_tiled else 0 for text in texts]
-        logits, order = [], []
-        for length in sorted({*lengths}):
-            rows = [row for row in range(len(texts)) if lengths[row] == length]
-            distinct: dict[tuple[int, ...], int] = {}
-            which = [distinct.setdefault(tuple(texts[row]), len(distinct)) for row in rows]
-            width = length or max(map(len, distinct))
-            tokens = self._on_device([[*text, *[0] * (width - len(text))] for text in distinct])
-            ends = self._on_device([len(text) for text in distinct])
-            slots, which_text = self._on_device([[samples[row].place.slot for row in rows], which])
-            logits.append(self._decoder.prefill(tokens, ends, self._cache, slots, which_text, past=past))
-            order += rows
-        if len(logits) == 1:
-            return logits[0]
-        return torch.cat(logits)[torch.tensor(order).argsort()]
+        return (self._rules is not None and self._rules.key == sample.place.rules.key) or not self._alive
 
     def _begin(self, samples: Sequence[Sample], logits: Tensor) -> None:
-        """Draw the first tokens of samples that have been read."""
-        numbers = [(one.place.slot, one.place.row, one.limit, len(one.tokens)) for one in samples]
-        slots, rows, limits, positions = self._on_device(numbers).unbind(dim=1)
-        draws = torch.zeros(len(samples), max(one.limit for one in samples), dtype=torch.float64)
-        for row, one in zip(draws, samples, strict=True):
-            uniforms = keyed_uniforms(one.seed, [one.id], one.num_drawn + one.limit)[0, one.num_drawn :]
-            row[: one.limit] = torch.from_numpy(uniforms)
-        self._responses.uniforms[rows, : draws.shape[1]] = self._on_device(draws)
-        nothing = torch.zeros_like(rows)
-        assert self._rules is not None
-        tokens, is_end, states = self._responses.write(self._rules, logits, rows, nothing, nothing, self._version)
+        """Draw the next token of samples that have been read."""
+        self._responses.set_draws(samples)
+        numbers = [
+            (one.place.slot, one.place.row, one.limit, len(one.tokens), len(one.place.written)) for one in samples
+        ]
+        slots, rows, limits, positions, steps = on_device(numbers, self._device).unbind(dim=1)
         mine = self._slots
+        states = mine.stop_states[slots] * (steps > 0)
+        assert self._rules is not None
+        tokens, is_end, states = self._responses.write(self._rules, logits, rows, steps, states, self._version)
         mine.rows[slots], mine.tokens[slots] = rows, tokens
-        mine.positions[slots], mine.steps[slots] = positions, nothing + 1
+        mine.positions[slots], mine.steps[slots] = positions + steps, steps + 1
         mine.stop_states[slots], mine.limits[slots] = states, limits
-        mine.alive[slots] = ~is_end & (limits > 1)
+        mine.alive[slots] = ~is_end & (steps + 1 < limits)
 
     def _take_out(self, ended: Sequence[Ended]) -> None:
         """Note the responses of samples that have ended, and free their slots."""
         if not ended:
             return
-        rows, mine = self._on_device([one.sample.place.row for one in ended]), self._responses
+        rows, mine = on_device([one.sample.place.row for one in ended], self._device), self._responses
         written = [part[rows] for part in (mine.tokens, mine.log_probs, mine.versions)]
         for number, (sample, num_written, is_cut, is_finite) in enumerate(ended):
             tokens, log_probs, versions = (part[number, :num_written] for part in written)
             fields = {"tokens": tokens, "log_probs": log_probs, "versions": versions}
             self._ended.append(Response(sample_id=sample.id, is_cut=is_cut, **fields))
-            if not is_finite:  # attention multiplies masked places of the cache by 0, and 0 times NaN is NaN
-                for tensor in (*self._cache.keys, *self._cache.values):
-                    tensor[sample.place.slot] = 0
+            if not is_finite:
+                sample.place.is_finite = False
                 mine.log_probs[sample.place.row] = 0
             if sample.is_kept:
                 sample.is_over, self._kept[sample.id] = True, tokens.tolist()
@@ -294,53 +316,54 @@ class NativeEngine:
                 self._free(sample)
 
     def _free(self, sample: Sample) -> None:
+        self._release(sample)
         sample.is_over, self._samples[sample.place.slot] = True, None
         self._free_rows.append(sample.place.row)
 
     # Steps
 
-    def _compact(self) -> None:
-        """Move the slots with a sample to the front where that lets fewer be computed.
-
-        Graphs exist for few sizes, powers of two and all slots, so some slots without a sample are computed as well;
-        what they write is never read. Without graphs slots move when a quarter have ended, because moving the cache
-        costs a good part of a step; on a CPU they are computed in tiles, and move when that saves one.
-        """
-        held, count = self._held, len(self._samples)
-        num_held = size = len(held)
+    def _find_weights(self) -> None:
         if self._is_captured:
-            size = min(1 << (num_held - 1).bit_length(), self._sizes.num_slots)
-        elif self._device.type == "cpu":
-            size = _tiled(num_held)
-        elif 4 * num_held > 3 * count:
-            size = count
-        if size < count:
-            order = self._on_device([sample.place.slot for sample in held])
-            for tensor in (*self._cache.keys, *self._cache.values, *self._slots.tensors()):
-                tensor[:num_held] = tensor[order]
-            self._slots.alive[num_held:] = False
+            self._weights = self._decoder.join_weights()
+
+    def _compact(self) -> int:
+        """Move the samples that are alive to the front where that lets fewer slots be computed; how many are.
+
+        Graphs exist for few sizes, and on a CPU slots are computed in tiles, so some slots without a sample are
+        computed as well; what they write is never read.
+        """
+        alive = self._alive
+        size = min(graph_size(len(alive)), len(self._slots.alive)) if self._is_captured else _tiled(len(alive))
+        if size <= max(sample.place.slot for sample in alive):
+            held = [*alive, *(sample for sample in self._held if not _is_alive(sample))]
+            order = on_device([sample.place.slot for sample in held], self._device)
+            for tensor in self._slots.tensors():
+                tensor[: len(held)] = tensor[order]
             for slot, sample in enumerate(held):
                 sample.place.slot = slot
-            self._samples = [*held]
-        self._samples += [None] * (size - len(self._samples))
+            self._samples, self._is_moved = [*held], True
+        return size
 
-    def _run(self, num_steps: int) -> None:
-        """Take so many steps with the slots in use."""
-        count, rules = len(self._samples), self._rules
+    def _run(self, num_steps: int, count: int) -> None:
+        """Take so many steps with the first `count` slots."""
+        if self._is_moved:
+            self._slots.place([one.place.pages if one else [] for one in self._samples])
+            self._is_moved = False
+        rules, alive, most = self._rules, self._alive, self._slots.pages.shape[1] * self._cache.page_size
         assert rules is not None
-        alive = [sample for sample in self._held if not sample.is_over]
         # One past the largest position.
         longest = max(len(one.tokens) + one.limit - 1 - one.place.left for one in alive) + num_steps
         for sample in alive:
             sample.place.left -= num_steps
-        length = min(longest, self._sizes.num_positions)
         if not self._is_captured:
             for _ in range(num_steps):
-                self._step(count, length, rules)
+                self._step(count, min(longest, most), rules)
             return
-        # Kernels read as far as each slot's position says, torch as far as it is told.
-        is_told = not isinstance(self._decoder.operations, TritonOperations)
-        length = min(self._sizes.num_positions, _rounded_up(length)) if is_told else self._sizes.num_positions
+        length = min(1 << (max(longest, SHORT_TEXT) - 1).bit_length(), most)
+        if isinstance(self._decoder.operations, TritonOperations) and length > SHORT_TEXT:
+            length = most  # kernels read as far as each slot's position says
+        buffers = (*self._cache.tensors(), *self._slots.tensors(), *vars(self._responses).values())
+        self._graphs.keep_for((*self._weights, *(tensor.data_ptr() for tensor in buffers)))
         self._graphs.replay(
             (count, length, rules.key),
             lambda: self._step(count, length, rules),
@@ -351,29 +374,20 @@ class NativeEngine:
 
     def _step(self, count: int, length: int, rules: TokenRules) -> None:
         """One token for each of the first `count` slots, all on the device and in place."""
-        rows, tokens, positions, steps, limits, stop_states, alive = (t[:count] for t in self._slots.tensors())
-        logits = self._decoder.decode(tokens, positions, self._cache, num_positions=length)
-        rows = torch.where(alive, rows, self._sizes.num_slots)
+        rows, tokens, positions, steps, limits, stop_states, alive, pages = (t[:count] for t in self._slots.tensors())
+        logits = self._decoder.decode(tokens, positions, pages, self._cache, num_positions=length)
+        rows = torch.where(alive, rows, len(self._slots.alive))
         drawn, is_end, new_states = self._responses.write(rules, logits, rows, steps, stop_states, self._version)
-        continues = alive & ~is_end & (steps + 1 < limits)
         tokens.copy_(drawn)
         if new_states is not stop_states:  # without stop strings, a kernel less in each step
-            stop_states.copy_(new_states)
-        # A slot that is done stays at a place that exists.
-        positions.add_(continues)
-        steps.add_(continues)
-        alive.copy_(continues)
+            stop_states.copy_(torch.where(alive, new_states, stop_states))
+        steps.add_(alive)
+        alive.logical_and_(~is_end).logical_and_(steps < limits)
+        positions.add_(alive)  # a slot that is done stays at a place that exists
 
 
-def config_of(model: nn.Module) -> dict[str, Any]:
-    """What `config.json` of a model holds."""
-    base = base_of(unwrap(model))
-    config = base.config.to_dict() if hasattr(base, "config") else {}
-    return {**config, "architectures": [type(base).__name__]}
-
-
-def _rounded_up(number: int) -> int:
-    return -(-number // POSITION_STEP) * POSITION_STEP
+def _is_alive(sample: Sample) -> bool:
+    return bool(sample.place.pages) and not sample.is_over
 
 
 def _tiled(num_slots: int) -> int:

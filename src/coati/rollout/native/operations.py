@@ -21,7 +21,7 @@ from coati.rollout.sampling import Sampler
 logger = logging.getLogger(__name__)
 
 Attention = Callable[[Tensor, Any, Tensor, Tensor], Tensor]
-"""(projected, layer, keys, values): append the new tokens to the cache [N, K, L, D], and attend; [n, H·D]."""
+"""(projected, layer, keys, values): append the new tokens to the cache [P, K, S, D], and attend; [n, H·D]."""
 
 # How far kernels may be from torch in their trial: numbers are around 1, some of them sums of a few roundings.
 _KERNEL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -56,31 +56,38 @@ class TorchOperations:
         gate = tiled_activation(activation, gate) if gate.device.type == "cpu" else activation(gate)
         return gate * up
 
-    def attention(self, positions: Tensor, num_positions: int, angles: tuple[Tensor, Tensor]) -> Attention:
-        """The attention of all layers in one decode step; `num_positions` is one past the largest position."""
+    def attention(
+        self, positions: Tensor, pages: Tensor, page_size: int, num_positions: int, angles: tuple[Tensor, Tensor]
+    ) -> Attention:
+        """The attention of all layers in one decode step over texts in `pages` [n, M].
+
+        `num_positions` is one past the largest position.
+        """
         geometry, count = self._geometry, len(positions)
         cos, sin = (table[positions].unsqueeze(1) for table in angles)  # [n, 1, D]
-        slots = torch.arange(count, device=positions.device)
-        calls = _attention_calls(positions, num_positions)
+        new_pages = pages.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1)
+        offsets = positions % page_size
+        calls = _attention_calls(positions, num_positions, pages.shape[1] * page_size)
         longest = max(length for _, length in calls)
         is_visible = torch.arange(longest, device=positions.device) <= positions.unsqueeze(1)  # [n, L]
+        texts = [_texts(pages, rows, -(-length // page_size)) for rows, length in calls]
 
         def attend(projected: Tensor, module: Any, keys: Tensor, values: Tensor) -> Tensor:
             queries, new_keys, new_values = split_heads(projected, module, geometry, cos, sin)
-            keys[slots, :, positions] = new_keys
-            values[slots, :, positions] = new_values
+            keys[new_pages, :, offsets] = new_keys
+            values[new_pages, :, offsets] = new_values
             # The G queries of a group stand where several tokens of one head would, so keys are read once and as
             # they are: no copies of them for each query head.
             queries = queries.reshape(count, geometry.num_kv_heads, geometry.group, geometry.head_dim)
             parts = [
                 F.scaled_dot_product_attention(
                     queries[rows],
-                    keys[:count, :, :length][rows],
-                    values[:count, :, :length][rows],
+                    _positions_of(keys, text, length),
+                    _positions_of(values, text, length),
                     attn_mask=is_visible[rows, None, None, :length],
                     scale=geometry.scale,
                 ).flatten(1)
-                for rows, length in calls
+                for (rows, length), text in zip(calls, texts, strict=True)
             ]  # [n, H·D] together
             if len(parts) == 1:
                 return parts[0]
@@ -89,16 +96,34 @@ class TorchOperations:
         return attend
 
 
+def _texts(pages: Tensor, rows: Any, num_pages: int) -> Any:
+    """Where some texts are, [m, num_pages]; a slice if they lie side by side, where anything does for those without."""
+    mine = pages[rows, :num_pages]
+    if pages.device.type != "cpu" or num_pages > 1 or not isinstance(rows, slice):
+        return mine
+    is_beside = (mine[:, 0] == torch.arange(1, len(mine) + 1)) | (mine[:, 0] == 0)
+    return slice(1, len(mine) + 1) if bool(is_beside.all()) else mine
+
+
+def _positions_of(cached: Tensor, text: Any, length: int) -> Tensor:
+    """The first positions of these texts, [m, K, length, D]."""
+    if isinstance(text, slice):
+        return cached[text, :, :length]
+    if text.shape[1] == 1:
+        return cached[:, :, :length][text[:, 0]]
+    return cached[text].transpose(1, 2).flatten(2, 3)[:, :, :length]
+
+
 def slot_length(num_positions: int) -> int:
     """How much of a slot's cache is read on a CPU: rarely two lengths among slots, because each is a call."""
     return padded_length(num_positions, 32)
 
 
-def _attention_calls(positions: Tensor, num_positions: int) -> list[tuple[Any, int]]:
+def _attention_calls(positions: Tensor, num_positions: int, most: int) -> list[tuple[Any, int]]:
     """Which slots attend together, and over how many positions. On a CPU that number depends on each slot alone."""
     if positions.device.type != "cpu":
         return [(slice(None), num_positions)]
-    lengths = [slot_length(position + 1) for position in positions.tolist()]
+    lengths = [min(slot_length(position + 1), most) for position in positions.tolist()]
     different = sorted({*lengths})
     if len(different) == 1:
         return [(slice(None), lengths[0])]
@@ -130,15 +155,21 @@ class TritonOperations:
         """Tokens by inverse CDF and their log-probs at a temperature, [n] each."""
         return self._kernels.draw(logits, uniforms, temperature)
 
-    def attention(self, positions: Tensor, num_positions: int, angles: tuple[Tensor, Tensor]) -> Attention:  # noqa: ARG002
-        """As above; a slot's program reads as far as its position."""
+    def attention(
+        self, positions: Tensor, pages: Tensor, page_size: int, num_positions: int, angles: tuple[Tensor, Tensor]
+    ) -> Attention:
+        """As above; a slot's programs read as far as its position."""
+        del page_size
         sizes: dict[str, Any] = {"group": self._geometry.group, "scale": self._geometry.scale}
+        parts = self._kernels.Parts(positions, num_positions, self._geometry)
 
         def attend(projected: Tensor, module: Any, keys: Tensor, values: Tensor) -> Tensor:
             norms = None
             if hasattr(module, "q_norm"):
                 norms = (module.q_norm.weight, module.k_norm.weight, module.q_norm.variance_epsilon)
-            mixed: Tensor = self._kernels.attend(projected, positions, keys, values, *angles, **sizes, norms=norms)
+            mixed: Tensor = self._kernels.attend(
+                projected, positions, pages, keys, values, angles, parts, **sizes, norms=norms
+            )
             return mixed
 
         return attend
@@ -196,13 +227,15 @@ def _trial_errors(
     query_norm, key_norm = (SimpleNamespace(weight=random(dim), variance_epsilon=1e-6) for _ in range(2))
     modules = (SimpleNamespace(), SimpleNamespace(q_norm=query_norm, k_norm=key_norm))  # as Llama's, and as Qwen3's
     projected = random(3, (geometry.group + 2) * kv_heads * dim)
-    cache, angles = random(2, 3, kv_heads, 100, dim), (random(100, dim), random(100, dim))
-    positions = torch.tensor([0, 7, 99], device=device)
+    # Texts of 3 pages each, long enough for the last to be read in parts.
+    cache, angles = random(2, 10, kv_heads, 512, dim), (random(1536, dim), random(1536, dim))
+    pages = torch.tensor([[3, 4, 5], [1, 2, 9], [6, 8, 7]], device=device)
+    positions = torch.tensor([0, 7, 1234], device=device)
     logits, uniforms = random(3, 5000), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device=device)
     results = []
     for run in (kernels, plain):
         keys, values = cache.clone()
-        attend = run.attention(positions, 100, angles)
+        attend = run.attention(positions, pages, 512, 1235, angles)
         mixed = [attend(projected, module, keys, values).flatten() for module in modules]
         drawn = Sampler(GenerateOptions(), draw=run.draw)(logits, uniforms)
         results.append(

@@ -1,20 +1,23 @@
 """What the slot loop works on: the slots, their responses, and what the host learns of them."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from coati.config.generate import GenerateOptions
+from coati.randomness import keyed_uniforms
 from coati.rollout.engine import Sample
-from coati.rollout.native.decoder import enlarged
+from coati.rollout.native.cache import enlarged
 from coati.rollout.sampling import Sampler, StopStrings, stop_strings_of
 
 
 @dataclasses.dataclass
 class Slots:
-    """What is being written in each slot, [N] each."""
+    """What is being written in each slot, [N] each if nothing else is said."""
 
     rows: Tensor
     """Where its response goes."""
@@ -23,22 +26,47 @@ class Slots:
     positions: Tensor
     """Where it goes."""
     steps: Tensor
-    """Index of the next token in its response."""
+    """How much of its response is written."""
     limits: Tensor
     """The most tokens of its response."""
     stop_states: Tensor
     """How much of a stop string the response ends with; see `StopStrings`."""
     alive: Tensor
+    pages: Tensor
+    """Where its keys and values are, [N, M]."""
 
     @classmethod
     def empty(cls, count: int, device: torch.device) -> "Slots":
-        """Slots without a sample."""
+        """Slots without a sample, and without pages."""
         rows, tokens, positions, steps, limits, states = torch.zeros(6, count, dtype=torch.long, device=device)
-        return cls(rows, tokens, positions, steps, limits, states, torch.zeros(count, dtype=torch.bool, device=device))
+        alive = torch.zeros(count, dtype=torch.bool, device=device)
+        pages = torch.zeros(count, 0, dtype=torch.long, device=device)
+        return cls(rows, tokens, positions, steps, limits, states, alive, pages)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them, to be moved together."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def place(self, texts: Sequence[list[int]]) -> None:
+        """Note which pages the first slots have; one without is stopped, and gets page 0, as do all the others.
+
+        Behind a text comes its first page again: torch reads and masks it, so it has to hold numbers.
+        """
+        table = np.zeros(self.pages.shape, dtype=np.int64)
+        for row, pages in zip(table, texts, strict=False):
+            row[:] = pages[0] if pages else 0
+            row[: len(pages)] = pages
+        self.pages.copy_(on_device(table, self.alive.device))
+        has_pages = self.pages[:, 0] > 0
+        self.alive &= has_pages
+        if self.alive.is_cuda:  # kernels read as far as the position says
+            self.positions *= has_pages
+
+
+def on_device(numbers: Any, device: torch.device) -> Tensor:
+    """Numbers as a tensor, without a wait for what the device does."""
+    tensor = torch.as_tensor(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class TokenRules(NamedTuple):
@@ -69,8 +97,18 @@ class Place:
     row: int = -1
     left: int = 0
     """After so many steps it has ended, because no response is longer."""
+    born: int = -1
+    """How many samples were begun before it."""
+    pages: list[int] = dataclasses.field(default_factory=list)
+    """Where its keys and values are; a sample that is not over and has none waits."""
+    num_shared: int = 0
+    """How many of them another sample fills."""
     num_cached: int = 0
-    """Tokens that the cache holds when it is begun."""
+    """Tokens that they hold when it is begun."""
+    written: list[int] = dataclasses.field(default_factory=list)
+    """What had been written of its response when it gave its pages up."""
+    is_finite: bool = True
+    """Whether its pages hold numbers only."""
 
 
 @dataclasses.dataclass
@@ -81,7 +119,6 @@ class Responses:
     log_probs: Tensor
     versions: Tensor
     uniforms: Tensor
-    num_written: Tensor
     has_ended: Tensor
 
     @classmethod
@@ -92,7 +129,6 @@ class Responses:
             log_probs=torch.zeros(num_rows, width, device=device),
             versions=torch.zeros(num_rows, width, dtype=torch.long, device=device),
             uniforms=torch.zeros(num_rows, width, dtype=torch.float64, device=device),
-            num_written=torch.zeros(num_rows, dtype=torch.long, device=device),
             has_ended=torch.zeros(num_rows, dtype=torch.bool, device=device),
         )
 
@@ -100,6 +136,15 @@ class Responses:
         """The same with more room."""
         shapes = {name: (num_rows, width)[: tensor.ndim] for name, tensor in vars(self).items()}
         return Responses(**{name: enlarged(getattr(self, name), *shape) for name, shape in shapes.items()})
+
+    def set_draws(self, samples: Sequence[Sample]) -> None:
+        """Note the numbers by which tokens of these samples are drawn."""
+        draws = torch.zeros(len(samples), max(one.limit for one in samples), dtype=torch.float64)
+        for row, one in zip(draws, samples, strict=True):
+            uniforms = keyed_uniforms(one.seed, [one.id], one.num_drawn + one.limit)[0, one.num_drawn :]
+            row[: one.limit] = torch.from_numpy(uniforms)
+        rows = on_device([one.place.row for one in samples], self.uniforms.device)
+        self.uniforms[rows, : draws.shape[1]] = on_device(draws, self.uniforms.device)
 
     def write(
         self, rules: TokenRules, logits: Tensor, rows: Tensor, steps: Tensor, stop_states: Tensor, version: Tensor
@@ -113,14 +158,15 @@ class Responses:
         self.tokens[rows, steps] = tokens
         self.log_probs[rows, steps] = log_probs
         self.versions[rows, steps] = version
-        self.num_written[rows] = steps + 1
         self.has_ended[rows] = is_end
         return tokens, is_end, stop_states
 
-    def state(self, rows: Tensor, alive: Tensor) -> Tensor:
-        """How these rows stand, as `Ended` has it, [n, 4]."""
+    def state(self, slots: Slots, count: int) -> Tensor:
+        """How the first slots stand, as `Ended` has it, [n, 4]."""
+        rows = slots.rows[:count]
         is_finite = self.log_probs[rows].isfinite().all(dim=1)
-        return torch.stack([alive.long(), self.num_written[rows], self.has_ended[rows].long(), is_finite.long()], dim=1)
+        parts = (slots.alive[:count], slots.steps[:count], self.has_ended[rows], is_finite)
+        return torch.stack([part.long() for part in parts], dim=1)
 
 
 class Ended(NamedTuple):

@@ -1,0 +1,82 @@
+"""Texts on their way into the cache: which a pass reads together, and where their keys and values go."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coati.rollout.engine import Sample
+from coati.rollout.native.slots import on_device
+
+# Tokens of a pass: enough for a GPU's products to be at their fastest, and little memory.
+PASS_TOKENS = 16384
+
+
+class Reading(NamedTuple):
+    """Texts that are read in one pass, end to end: T tokens, W of which are stored, some for several samples."""
+
+    tokens: Tensor  # [T]
+    positions: Tensor  # [T]: places in their texts
+    starts: Tensor  # [texts + 1] int32: where each begins, and the last ends
+    lengths: tuple[int, ...]
+    which: Tensor  # [samples]: the text of each
+    sources: Tensor  # [W]: tokens whose keys and values are stored
+    pages: Tensor  # [W]: in these pages
+    offsets: Tensor  # [W]: at these places of them
+    num_past: int  # tokens before these, of a single text; else 0
+    past: list[int]  # its pages
+
+
+def text_of(sample: Sample) -> list[int]:
+    """What is read when a sample is begun, or continued after it gave up its pages."""
+    return [*sample.tokens[sample.place.num_cached :], *sample.place.written]
+
+
+def passes(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """Samples that are read together, in their order; one with tokens in the cache is read alone."""
+    together: list[Sample] = []
+    num_tokens, last = 0, list[int]()
+    for sample in samples:
+        text = text_of(sample)
+        num_more = len(text) if text != last else 0  # samples of a prompt come one after the other
+        is_alone = bool(sample.place.num_cached or (together and together[-1].place.num_cached))
+        if together and (is_alone or num_tokens + num_more > PASS_TOKENS):
+            yield together
+            together, num_tokens, num_more = [], 0, len(text)
+        together.append(sample)
+        num_tokens, last = num_tokens + num_more, text
+    if together:
+        yield together
+
+
+def reading_of(samples: Sequence[Sample], page_size: int, device: torch.device) -> Reading:
+    """How a pass reads the texts of these samples; each distinct text comes once."""
+    distinct: dict[tuple[int, ...], int] = {}
+    which = [distinct.setdefault(tuple(text_of(sample)), len(distinct)) for sample in samples]
+    lengths = tuple(map(len, distinct))
+    starts = [0, *accumulate(lengths)]
+    num_past: int = samples[0].place.num_cached
+    positions = np.concatenate([np.arange(num_past, num_past + length) for length in lengths])
+    tokens = np.concatenate([np.array(text) for text in distinct])
+    stored = []
+    for sample, text in zip(samples, which, strict=True):
+        places = np.arange(max(num_past, sample.place.num_shared * page_size), num_past + lengths[text])
+        pages = np.array(sample.place.pages)[places // page_size]
+        stored.append(np.stack([places + (starts[text] - num_past), pages, places % page_size]))
+    read = on_device(np.stack([tokens, positions]), device)
+    where = on_device(np.concatenate(stored, axis=1), device)
+    return Reading(
+        tokens=read[0],
+        positions=read[1],
+        starts=on_device(np.array(starts, dtype=np.int32), device),
+        lengths=lengths,
+        which=on_device(which, device),
+        sources=where[0],
+        pages=where[1],
+        offsets=where[2],
+        num_past=num_past,
+        past=samples[0].place.pages,
+    )

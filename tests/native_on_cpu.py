@@ -1,0 +1,27 @@
+"""The native engine as it runs on a GPU, but for graphs and kernels: their steps are computed by torch each time."""
+
+from types import SimpleNamespace
+
+from coati.rollout import NativeEngine
+from coati.rollout.native.cache import PagedCache
+from coati.rollout.native.graphs import StepGraphs
+
+
+def as_on_a_gpu(monkeypatch, *, page_size=4, most_pages=512):
+    """Short pages, few of them, and looks every few tokens; returns the steps that were captured."""
+    captured, reset = [], NativeEngine._reset
+
+    def capture(_self, step, _changed):
+        captured.append(step)
+        return SimpleNamespace(replay=step)
+
+    monkeypatch.setattr(StepGraphs, "capture", capture)
+    monkeypatch.setattr(NativeEngine, "_reset", lambda self: (reset(self), setattr(self, "_is_captured", True)))
+    monkeypatch.setattr(
+        PagedCache,
+        "_affordable",
+        lambda self, missing: min(max(2 * self.num_pages, self.num_pages + missing + 1), most_pages),
+    )
+    monkeypatch.setattr("coati.rollout.native.loop.PAGE_SIZE", page_size)
+    monkeypatch.setattr("coati.rollout.native.loop.SHORT_TEXT", 2 * page_size)
+    return captured
