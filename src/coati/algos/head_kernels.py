@@ -1,10 +1,7 @@
 """What is done with a chunk of logits, as Triton kernels: each reads it once, and makes no copy of it.
 
-Single torch operations widen logits to float32 and pass over them again and again, which costs more than the product
-with the head that made them. What these kernels compute is what `logprobs.py` computes with torch, up to
-rounding: all arithmetic is in float32, whatever the format of the logits.
-
-Only imported on a machine with a GPU and Triton.
+They compute in float32 what `logprobs.py` computes with torch, whose operations pass over logits again and again. Only
+imported on a machine with a GPU and Triton.
 """
 
 import torch

@@ -1,21 +1,15 @@
 """Log-probabilities of tokens, and entropies, from logits or straight from hidden states.
 
 Both work on a chunk of tokens at a time and compute each chunk again in the backward pass, with the gradient in closed
-form: with p = softmax(logits / temperature), H its entropy and a the token,
+form: with z = logits / temperature, p = softmax(z), H its entropy and a the token,
 
-    d log p_a / dz = onehot(a) - p   and   dH / dz = -p · (log p + H),   where z = logits / temperature.
+    d log p_a / dz = onehot(a) - p   and   dH / dz = -p · (log p + H).
 
-`logprobs_and_entropy` holds the logits it was given, their gradient, and a chunk in float32. For
-`head_logprobs_and_entropy` no `[tokens, vocabulary]` tensor exists: the output head is applied to a chunk, what is
-wanted of its logits is read off, and they are dropped. Memory is tokens × hidden and a chunk × vocabulary (at most
-1 GiB with the kernels of a GPU); the price is one more product with the head. A token's numbers do not depend on the
-size of the chunks, and sums over tokens (the head's gradient) are kept in float32 at least.
+For `head_logprobs_and_entropy` no `[tokens, vocabulary]` tensor exists: the head is applied to a chunk, what is wanted
+is read off, by torch or on a GPU by Triton kernels (`head_kernels.py`), and the logits are dropped. A token's numbers
+do not depend on the size of the chunks; sums over tokens, and results, are in float32 at least. Differentiable once.
 
-`temperature` divides the logits: a number, or a tensor whose shape leads that of the tokens, such as `[B]` for one
-temperature per sample. Results are float32, or float64 for float64 inputs. Differentiable once.
-
-What is read off a chunk of logits, and the gradient that goes back into it, are torch functions here, or Triton kernels
-on a GPU that compute the same up to rounding (`head_kernels.py`).
+`temperature` is a number, or a tensor whose shape leads that of the tokens, such as `[B]`.
 """
 
 import functools
@@ -52,7 +46,7 @@ def logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each token under softmax(logits / temperature), and the entropy of that, `[..., T]` each.
 
-    Without `with_entropy` the second result is None. A logit of -inf is a token that cannot come; it adds nothing.
+    A logit of -inf is a token that cannot come; it adds nothing.
 
     >>> logprobs, entropy = logprobs_and_entropy(torch.tensor([[0.0, 0.0, float("-inf")]]), torch.tensor([1]))
     >>> round(logprobs.item(), 4), round(entropy.item(), 4)  # -log 2, log 2
@@ -81,9 +75,7 @@ def head_logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(linear(hidden, weight, bias) / temperature) at each token, and its entropy, `[N]` each.
 
-    `chunk_tokens` is how many tokens' logits exist at once; 0 chooses by the size of the vocabulary. Without
-    `with_entropy` the second result is None. Gradients are of `hidden`, `weight` and `bias`. Under autocast logits are
-    computed in its format, as a linear layer's would be.
+    `chunk_tokens` is how many tokens' logits exist at once; 0 chooses. Under autocast they are computed in its format.
 
     >>> weight = torch.tensor([[0.0], [1.0]])
     >>> logprobs, entropy = head_logprobs_and_entropy(torch.zeros(3, 1), weight, torch.tensor([0, 1, 1]))
@@ -270,10 +262,7 @@ class HeadOperations(NamedTuple):
 
 @functools.cache
 def head_operations(device: torch.device, dtype: torch.dtype) -> HeadOperations:
-    """Kernels for logits on a GPU on which they have shown, once, that they compute what torch does; torch otherwise.
-
-    Triton compiles with whatever compiler and driver it finds, so its kernels are tried before they are trusted.
-    """
+    """Kernels for logits on a GPU where they have shown, once, that they compute what torch does; torch otherwise."""
     if device.type != "cuda" or dtype not in _TOLERANCE:
         return TORCH_HEAD
     try:

@@ -45,7 +45,7 @@ _LEAST_SHARE = 8  # of all tokens it must be at least one in so many
 
 @dataclasses.dataclass(frozen=True)
 class SharedPrefixes:
-    """Which of the N tokens of rows that lie end to end are computed, T of them; the others are as in another row."""
+    """Which of the N tokens of packed rows are computed, T of them; the others are as in another row."""
 
     owners: Tensor
     """[T] of each token that is computed: where it is among the N."""
