@@ -90,7 +90,7 @@ def head_logprobs_and_entropy(
     is_autocast = torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device_type) if is_autocast else hidden.dtype
     if chunk_tokens == 0:
-        chunk_tokens = _tokens_of_a_chunk(len(tokens), weight.shape[0], hidden.device, dtype)
+        chunk_tokens = _tokens_of_a_chunk(weight.shape[0], hidden.device, dtype)
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, tokens.long().contiguous(), scale, dtype, chunk_tokens, with_entropy
     )
@@ -204,17 +204,13 @@ def temperature_per_token(temperature: float | Tensor, shape: torch.Size, *, lik
     return column.expand(shape).unsqueeze(-1)  # [*shape, 1]
 
 
-def _tokens_of_a_chunk(num_tokens: int, vocabulary: int, device: torch.device, dtype: torch.dtype) -> int:
-    """How many tokens' logits to compute at once; on a GPU chunks of like size, for a short last one would waste it."""
+def _tokens_of_a_chunk(vocabulary: int, device: torch.device, dtype: torch.dtype) -> int:
+    """How many tokens' logits to compute at once."""
     budget = _CHUNK_BYTES_CPU
     if device.type != "cpu":
         budget = _CHUNK_BYTES_TORCH if head_operations(device, dtype) is TORCH_HEAD else _CHUNK_BYTES
     most = max(1, budget // (vocabulary * dtype.itemsize))
-    if device.type == "cpu" or most < _CHUNK_STEP or num_tokens <= most:
-        return most
-    most -= most % _CHUNK_STEP
-    num_chunks = -(-num_tokens // most)
-    return -(-num_tokens // (num_chunks * _CHUNK_STEP)) * _CHUNK_STEP
+    return most if device.type == "cpu" or most < _CHUNK_STEP else most - most % _CHUNK_STEP
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -57,16 +57,10 @@ def _parameters_of(model_class: Any) -> frozenset[str]:
 
 def context_length_of(model: nn.Module) -> int | None:
     """How many tokens fit the model, or None where its config does not say."""
-    config = getattr(model, "config", None)
-    if config is None:
-        return None
-    get_text_config = getattr(config, "get_text_config", None)
-    text_config = get_text_config() if callable(get_text_config) else config
-    for name in ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"):
-        length = getattr(text_config, name, None)
-        if isinstance(length, int) and length > 0:
-            return length
-    return None
+    config: Any = getattr(model, "config", None)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    length = getattr(text_config, "max_position_embeddings", None)
+    return length if isinstance(length, int) and length > 0 else None
 
 
 def last_real_position(attention_mask: Tensor) -> Tensor:

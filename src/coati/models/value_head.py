@@ -1,7 +1,6 @@
 """Models with one number at each token: the value function, and the reward as a network."""
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any, Self
 
@@ -109,7 +108,7 @@ class ValueHeadModel(nn.Module):
         heads = {n.removeprefix("value_head."): t for n, t in state_dict.items() if n.startswith("value_head.")}
         head = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.items()}
         self.body.save_pretrained(str(path), state_dict=body, **kwargs)  # type: ignore[operator]
-        save_file(head, Path(path) / HEAD_FILE, metadata={"kind": json.dumps(type(self).__name__)})
+        save_file(head, Path(path) / HEAD_FILE)
 
 
 class Critic(ValueHeadModel):

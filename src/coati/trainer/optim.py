@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
@@ -38,15 +37,12 @@ class HybridAdam(Adam):
         super().load_state_dict({**state_dict, "param_groups": groups})
 
 
-def make_optimizer(
-    optimizer_class: type[Optimizer], model: nn.Module, lr: float, *, device: torch.device | None = None
-) -> Optimizer:
+def make_optimizer(optimizer_class: type[Optimizer], model: nn.Module, lr: float) -> Optimizer:
     """An optimizer of what can be trained; torch's Adam in one call for all weights."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError(f"{type(model).__name__} has no trainable parameters, so there is nothing to learn.")
     options: dict[str, Any] = {"lr": lr}
-    has_fused = device is not None and device.type in ("cuda", "cpu")
-    if optimizer_class in (Adam, AdamW) and has_fused:
+    if optimizer_class in (Adam, AdamW):
         options["fused"] = True
     return optimizer_class(trainable, **options)

@@ -62,7 +62,7 @@ class PPOLearner:
         self._kl_coef = algorithm.kl_loss_coef
         rates = {"actor": (actor, train.actor_lr), "critic": (critic, train.critic_lr)}
         pairs = {
-            label: (model, make_optimizer(optimizer_class, model, rate, device=strategy.device))
+            label: (model, make_optimizer(optimizer_class, model, rate))
             for label, (model, rate) in rates.items()
             if model is not None
         }
