@@ -23,8 +23,7 @@ class SampleBuffer(ABC):
         self.sample_batch_size = sample_batch_size
         self.last_progress = 0.0
         """When a maker last said that it is at work on something else, by the monotonic clock."""
-        self.num_sampled = 0
-        """Samples that have come out in batches."""
+        self.num_sampled = 0  # samples that have come out in batches
         # Guards everything; never held while waiting for room or for a batch.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)

@@ -36,16 +36,12 @@ class MakerBatch:
     prompts: PromptBatch
     experience: Experience | None = None
     """Without rewards while `scores` are pending, without advantages until it is finished; None if all was dropped."""
-    scores: PendingScores | None = None
-    """Scores that a reward function is still computing."""
-    version: int = 0
-    """Version of the weights that scored it."""
-    incarnation: int = 0
-    """Of the trainers that these weights came from."""
+    scores: PendingScores | None = None  # scores that a reward function is still computing
+    version: int = 0  # version of the weights that scored it
+    incarnation: int = 0  # of the trainers that these weights came from
     metrics: dict[str, Metric] = dataclasses.field(default_factory=dict)
     """Reported with the batch, besides what is read off the experience."""
-    dropped: AllSamplesDropped | None = None
-    """Why no sample is left."""
+    dropped: AllSamplesDropped | None = None  # why no sample is left
     losses: dict[int, str] = dataclasses.field(default_factory=dict)
     """Why samples were left out, by their ids; those of their groups that were left out with them are not named."""
     verdicts: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -108,10 +104,8 @@ class ExperienceMaker(ABC):
     be any module that maps (sequences, attention_mask) to one score per sample, or a `RewardScorer`.
     """
 
-    policy_version: int = 0
-    """Version of the weights that the models have; set before each call."""
-    timeline: Timeline
-    """The account of the actor's time, set before the first batch."""
+    policy_version: int = 0  # version of the weights that the models have; set before each call
+    timeline: Timeline  # the account of the actor's time, set before the first batch
 
     def __init__(
         self, actor: nn.Module, critic: nn.Module | None, reward_model: Any, initial_model: nn.Module | None

@@ -98,10 +98,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.seed = seed
         self.engine = make_engine(engine, actor) if isinstance(engine, str | RolloutSettings) else engine
         """What writes the responses."""
-        self.num_writing = 0
-        """Samples of groups that are not complete."""
-        self.num_written = 0
-        """Samples of complete groups that are not scored."""
+        self.num_writing = 0  # samples of groups that are not complete
+        self.num_written = 0  # samples of complete groups that are not scored
         self.timeline = Timeline()
         self._options = GenerateOptions()  # with which all is generated
         self._groups: dict[int, _Group] = {}  # in the order in which they were submitted

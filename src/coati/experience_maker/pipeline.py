@@ -55,8 +55,7 @@ class ExperiencePipeline:
         between two tokens, else when nothing is in work."""
         self.timeline = maker.timeline = served.timeline = timeline or Timeline()
         self.maker = maker
-        self.stream = stream_of(maker)
-        """The maker, or what has it make whole batches."""
+        self.stream = stream_of(maker)  # the maker, or what has it make whole batches
         self.served = served
         self.num_made = 0
         self.num_dropped = 0

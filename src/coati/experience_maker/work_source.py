@@ -35,18 +35,14 @@ class OtherWork(Protocol):
 class WorkSource(ABC):
     """Gives a maker its work, and takes account of what came of it. The attributes are those of a data loader."""
 
-    wait_name = "wait_prompts"
-    """The activity of a maker that waits for prompts."""
+    wait_name = "wait_prompts"  # the activity of a maker that waits for prompts
     capacity = 0
     """Samples that a maker works on at a time, with others coming as some have ended; 0 for whole batches."""
-    least = 1
-    """Fewest samples that come at once."""
-    num_skipped = 0
-    """Prompts that were skipped so far."""
+    least = 1  # fewest samples that come at once
+    num_skipped = 0  # prompts that were skipped so far
     awaited = "the next batch of prompts. Check what the data loader waits for"
     """What a maker waits for when it waits for prompts, for messages."""
-    last_answer = 0.0
-    """When whoever gives out work last said that there is none yet, by the monotonic clock."""
+    last_answer = 0.0  # when whoever gives out work last said that there is none yet, by the monotonic clock
 
     @abstractmethod
     def draw(self, room: int) -> PromptBatch | OtherWork | None:

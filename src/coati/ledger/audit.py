@@ -15,8 +15,7 @@ from coati.errors import CheckpointError
 from coati.ledger.journal import JournalContent, read_journals
 from coati.ledger.rules import LedgerRules
 
-FATES = ("trained", "dropped", "quarantined", "open")
-"""How a lease can end, and that it has not ended."""
+FATES = ("trained", "dropped", "quarantined", "open")  # how a lease can end, and that it has not ended
 
 _MOST_DETAILS = 5  # of one fate; rarer ones are counted together
 _DETAIL_CHARACTERS = 60
@@ -33,8 +32,7 @@ _MOVES = {
 }
 
 
-Row = tuple[str, str, int, int]
-"""Of the account: fate, details, groups and samples."""
+Row = tuple[str, str, int, int]  # of the account: fate, details, groups and samples
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,8 +64,7 @@ class StreamAccount:
     def __init__(self, rules: LedgerRules) -> None:
         self.rules = rules
         self.groups: dict[int, Group] = {}
-        self.problems: list[str] = []
-        """What must not be, with the numbers of the groups."""
+        self.problems: list[str] = []  # what must not be, with the numbers of the groups
         self.repeats: Counter[tuple[str, str]] = Counter()
         """How often groups were returned, and refused when they were delivered, with the reasons."""
         self._picked: list[int] = []
@@ -149,8 +146,7 @@ class RunAccount:
     """The accounts of all trainers of a run."""
 
     streams: list[StreamAccount]
-    notes: list[str]
-    """What a reader should know, such as a journal that ends in part of a record."""
+    notes: list[str]  # what a reader should know, such as a journal that ends in part of a record
 
     @property
     def problems(self) -> list[str]:

@@ -44,17 +44,12 @@ class JournalContent(NamedTuple):
     """What a journal holds."""
 
     run: str
-    rules: LedgerRules
-    """The last ones; a run that is resumed may change them."""
+    rules: LedgerRules  # the last ones; a run that is resumed may change them
     first_rules: LedgerRules
-    events: list[Event]
-    """Without those that a resumed run has made again."""
-    num_events: int
-    """Of the file, with those."""
-    num_bytes: int
-    """Of whole records."""
-    num_cut: int
-    """Bytes at the end that are not a whole record, and were ignored."""
+    events: list[Event]  # without those that a resumed run has made again
+    num_events: int  # of the file, with those
+    num_bytes: int  # of whole records
+    num_cut: int  # bytes at the end that are not a whole record, and were ignored
 
 
 def read_journal(path: Path) -> JournalContent:
@@ -117,8 +112,7 @@ class Journal:
         self, path: Path, rules: LedgerRules, *, run: str, is_resumed: bool = False, lock_seconds: float = 60.0
     ) -> None:
         self.path = path
-        self.num_events = 0
-        """Events in the file."""
+        self.num_events = 0  # events in the file
         self._end = 0  # of the last whole record
         header = _record([{"format": _FORMAT, "run": run, "rules": dataclasses.asdict(rules)}])
         try:

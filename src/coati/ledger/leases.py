@@ -62,8 +62,7 @@ class Ledger:
         self.rules = rules
         self.version = 0
         self.num_picked = 0  # samples
-        self.events: list[Event] = []
-        """What has changed; the owner takes it from here."""
+        self.events: list[Event] = []  # what has changed; the owner takes it from here
         self._first_epoch = 0
         self._num_numbers = 0  # granted at least once
         self._num_dropped = 0  # numbers

@@ -11,15 +11,13 @@ _MUCH_QUICKER = 2.0
 # says little, however many groups it has.
 _MEMORY = 0.98
 
-Event = dict[str, Any]
-"""A change of a ledger, as its journal holds it."""
+Event = dict[str, Any]  # a change of a ledger, as its journal holds it
 
 
 class Lease(NamedTuple):
     """The right to make one prompt group, as a maker gets it."""
 
-    number: int
-    """Of the run; it decides the prompt and the ids of the samples, for any maker."""
+    number: int  # of the run; it decides the prompt and the ids of the samples, for any maker
     epoch: int
     """Which grant of the number this is: what was made for an earlier one is refused.
 
@@ -40,16 +38,11 @@ class LeaseRequest(NamedTuple):
 
     maker: str
     number: int
-    version: int
-    """The weights that the maker serves."""
-    wanted: int
-    """Samples that it can take."""
-    endings: tuple[Ending, ...] = ()
-    """Leases that came to nothing since the last request."""
-    incarnation: int = 0
-    """Of the maker: one that is started again has a greater one."""
-    trainer_incarnation: int = 0
-    """The incarnation of the trainers whose weights the maker serves."""
+    version: int  # the weights that the maker serves
+    wanted: int  # samples that it can take
+    endings: tuple[Ending, ...] = ()  # leases that came to nothing since the last request
+    incarnation: int = 0  # of the maker: one that is started again has a greater one
+    trainer_incarnation: int = 0  # the incarnation of the trainers whose weights the maker serves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,10 +55,8 @@ class LedgerRules:
     samples_per_version: int
     total_samples: int
     lead: int = 1
-    max_staleness: int | None = None
-    """η; None for no bound."""
-    group_size: int = 1
-    """Samples of a lease: those that are compared with each other, or 1."""
+    max_staleness: int | None = None  # η; None for no bound
+    group_size: int = 1  # samples of a lease: those that are compared with each other, or 1
     stream: int = 0
     num_streams: int = 1
 

@@ -22,8 +22,7 @@ class RolloutRequest:
     sample_ids: Tensor  # [B] int64: names of the samples, and keys of their randomness
     seed: int
     options: GenerateOptions
-    max_new_tokens: int | Tensor
-    """Where responses are cut: one number, or [B] of each row."""
+    max_new_tokens: int | Tensor  # where responses are cut: one number, or [B] of each row
     is_kept: bool = False
     """Whether a sample whose response has ended keeps its place, to be continued (`extend`) or let go (`cancel`)."""
     needs_log_probs: bool = True
@@ -53,19 +52,14 @@ class Sample:
     """One turn of a sample in an engine."""
 
     id: int
-    tokens: list[int]
-    """What it is continued from: the prompt, and whatever came in earlier turns."""
-    limit: int
-    """The most tokens of the response."""
+    tokens: list[int]  # what it is continued from: the prompt, and whatever came in earlier turns
+    limit: int  # the most tokens of the response
     seed: int
     options: GenerateOptions
     is_kept: bool
-    num_drawn: int = 0
-    """Tokens drawn in earlier turns."""
-    is_over: bool = False
-    """Whether it has ended, or was cancelled."""
-    place: Any = None
-    """Where it is written; up to the engine."""
+    num_drawn: int = 0  # tokens drawn in earlier turns
+    is_over: bool = False  # whether it has ended, or was cancelled
+    place: Any = None  # where it is written; up to the engine
 
     def next_turn(self, response: Sequence[int], tokens: Sequence[int], limit: int) -> "Sample":
         """The turn that follows: after the response come further tokens, and then the next response."""
@@ -126,8 +120,7 @@ class Rollout:
 class RolloutEngine(Protocol):
     """Generates responses. A sample is named by its id, and no two at a time have the same."""
 
-    model: torch.nn.Module
-    """Whose weights it generates with."""
+    model: torch.nn.Module  # whose weights it generates with
 
     @property
     def room(self) -> int:
