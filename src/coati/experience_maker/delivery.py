@@ -126,7 +126,15 @@ class ItemSender:
                     "maker %s stops; trainer %s has not accepted %d items", self._sender, trainer, len(items)
                 )
         except PeerUnavailable as error:
-            self._retry(flight, error)
+            # The call may or may not have been executed, and the same id makes another safe.
+            waited = time.monotonic() - flight.first_sent
+            if waited >= self._deadlines.batch_seconds:
+                raise DeadlineExceeded(
+                    f"maker {self._sender} tried for {waited:.0f} s to reach trainer {trainer}, which is alive but "
+                    f"does not answer: {error}"
+                ) from None
+            time.sleep(self._retry_seconds)
+            self._call(trainer, items, flight.first_sent)
         except PeerDied as error:
             logger.warning("trainer %s died: %s", trainer, error)
             if items[0].lease is None:
@@ -145,14 +153,3 @@ class ItemSender:
         now = time.monotonic()
         self._stopped_at = now if self._stopped_at is None else self._stopped_at
         return now - self._stopped_at >= self._deadlines.grace_seconds
-
-    def _retry(self, flight: _InFlight, error: PeerUnavailable) -> None:
-        """Send again: the call may or may not have been executed, and the same id makes that safe."""
-        waited = time.monotonic() - flight.first_sent
-        if waited >= self._deadlines.batch_seconds:
-            raise DeadlineExceeded(
-                f"maker {self._sender} tried for {waited:.0f} s to reach trainer {flight.trainer}, which is alive but "
-                f"does not answer: {error}"
-            ) from None
-        time.sleep(self._retry_seconds)
-        self._call(flight.trainer, flight.items, flight.first_sent)

@@ -344,14 +344,10 @@ class NaiveExperienceMaker(ExperienceMaker):
 
 def _check_groups(prompts: PromptBatch) -> None:
     """Raise DataError unless every sample has another of its prompt to be compared with."""
-    if prompts.group_ids is None:
+    sizes = [] if prompts.group_ids is None else torch.unique(prompts.group_ids, return_counts=True)[1].tolist()
+    if not sizes or min(sizes) < 2:
+        came = f"{sizes.count(1)} of {len(sizes)} groups with only one" if sizes else "no group_ids"
         raise DataError(
-            "the algorithm compares the samples of a prompt, but the batch has no group_ids. "
-            "Pass group_ids, the same number for all samples of a prompt."
-        )
-    sizes = torch.unique(prompts.group_ids, return_counts=True)[1]
-    if int(sizes.min()) < 2:
-        raise DataError(
-            f"the algorithm compares the samples of a prompt, but {int((sizes < 2).sum())} of {len(sizes)} groups "
-            "of the batch have only one. Put at least two samples of each prompt into a batch."
+            "the algorithm compares the samples of a prompt, so a batch needs at least two of each, with the same "
+            f"number in group_ids, got {came}."
         )

@@ -164,7 +164,12 @@ def estimate_advantages(experience: Experience, algorithm: AlgorithmSettings) ->
     if kind in ("gae", "returns", "returns_above_group"):
         rewards = shaped_rewards(scores, kl, mask, kl_coef=kl_coef)
         if kind == "gae":
-            return _estimate_with_critic(experience, rewards, algorithm)
+            values, alpha, gamma = experience.values, algorithm.adaptive_lam, algorithm.gamma
+            lam = adaptive_lambda(mask, alpha=alpha) if alpha else algorithm.lam
+            advantages = gae(rewards, values, mask, gamma=gamma, lam=lam)
+            if not alpha and algorithm.critic_lam == algorithm.lam:
+                return advantages, None
+            return advantages, gae(rewards, values, mask, gamma=gamma, lam=algorithm.critic_lam) + values
         compared = group_ids if kind == "returns_above_group" else None
         return reinforce_returns(rewards, mask, gamma=algorithm.gamma, group_ids=compared), None
     # The estimate may overflow to inf even where there is no penalty, and 0 * inf is nan.
@@ -174,14 +179,3 @@ def estimate_advantages(experience: Experience, algorithm: AlgorithmSettings) ->
         return spread(rloo_advantages(totals, group_ids), mask), None
     divide_by: Any = {"group_normalized": "deviation", "group_over_mean": "mean"}.get(kind, "nothing")
     return spread(grpo_advantages(totals, group_ids, divide_by=divide_by), mask), None
-
-
-def _estimate_with_critic(
-    experience: Experience, rewards: Tensor, algorithm: AlgorithmSettings
-) -> tuple[Tensor, Tensor | None]:
-    mask, values, alpha = experience.full_action_mask(), experience.values, algorithm.adaptive_lam
-    lam = adaptive_lambda(mask, alpha=alpha) if alpha else algorithm.lam
-    advantages = gae(rewards, values, mask, gamma=algorithm.gamma, lam=lam)
-    if not alpha and algorithm.critic_lam == algorithm.lam:
-        return advantages, None
-    return advantages, gae(rewards, values, mask, gamma=algorithm.gamma, lam=algorithm.critic_lam) + values

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import numpy as np
 import torch
 
 from coati.experience import Experience
@@ -30,15 +31,16 @@ def batch_metrics(experience: Experience, *, has_reference: bool = True) -> dict
         metrics["kl/per_sample"] = Mean(kl_sum / num_samples, num_samples)
         metrics["kl/per_token"] = Mean(kl_sum / num_tokens, num_tokens)
     if experience.group_ids is not None:
-        _, members, sizes = torch.unique(experience.group_ids, return_inverse=True, return_counts=True)
-        if int(sizes.max()) > 1:
-            means = (
-                torch.zeros(len(sizes), dtype=reward.dtype, device=reward.device).index_add(0, members, reward) / sizes
+        groups: dict[int, list[float]] = {}
+        for group, score in zip(experience.group_ids.tolist(), reward.tolist(), strict=True):
+            groups.setdefault(group, []).append(score)
+        if len(groups) < num_samples:
+            num_groups = float(len(groups))
+            metrics["reward/group_std"] = Mean(
+                sum(float(np.std(scores)) for scores in groups.values()) / num_groups, num_groups
             )
-            squares = torch.zeros_like(means).index_add(0, members, (reward - means[members]).square()) / sizes
-            metrics["reward/group_std"] = Mean(float(squares.sqrt().mean()), float(len(sizes)))
-            is_equal = squares.sqrt() <= 1e-12 * means.abs()  # what rounding leaves
-            metrics["reward/equal_groups"] = Mean(float(is_equal.double().mean()), float(len(sizes)))
+            num_equal = sum(min(scores) == max(scores) for scores in groups.values())
+            metrics["reward/equal_groups"] = Mean(num_equal / num_groups, num_groups)
     if (is_cut := experience.is_cut) is not None:
         metrics["response/cut_fraction"] = Mean(float(is_cut.double().mean()), num_samples)
         metrics["response/empty"] = Sum(float((~is_cut & (lengths <= 1)).sum()))

@@ -98,7 +98,11 @@ class Ledger:
         size = self.rules.group_size
         for _ in range(min(wanted, self._share(maker, now) - pace.held) // size):
             number = self._next_for(maker, now)
-            if not self._may_grant(number, version) or not self._can_finish(maker, now):
+            # Whether it usually finishes a group before its deadline; where there is none, it need not.
+            can_finish = not self.rules.max_staleness or self._paces.can_finish(
+                maker, self.rules.max_staleness + 1, now
+            )
+            if not can_finish or not self._may_grant(number, version):
                 break
             self._apply_grant(number, maker, version)
             pace.hold(size, now)
@@ -203,11 +207,6 @@ class Ledger:
         """The version at which the next group that is picked will be trained on."""
         return self.num_picked // self.rules.samples_per_version
 
-    @property
-    def _num_in_flight(self) -> int:
-        """Samples granted and not trained on, those that wait to be granted again too."""
-        return (self._num_numbers - self._num_dropped) * self.rules.group_size - self._num_trained
-
     def _next_for(self, maker: str, now: float) -> int:
         """The number that this maker would be granted: one that was returned, if it can make it, or a new one."""
         for number in sorted(self._returned):
@@ -221,7 +220,7 @@ class Ledger:
         is_new = number not in self._works
         if is_new:
             granted = (self._num_numbers - self._num_dropped) * size
-            if granted + size > rules.total_samples or self._num_in_flight + size > rules.limit:
+            if granted + size > min(rules.total_samples, rules.limit + self._num_trained):
                 return False
         if rules.max_staleness is None:
             return True
@@ -240,11 +239,6 @@ class Ledger:
         """Samples that a maker may hold, so that others that are about as quick are not left without."""
         share = self.rules.limit // (1 + self._paces.num_rivals(maker, now))
         return max(share, self.rules.group_size)
-
-    def _can_finish(self, maker: str, now: float) -> bool:
-        """Whether a maker usually finishes a group before its deadline; where there is none, it need not."""
-        bound = self.rules.max_staleness
-        return not bound or self._paces.can_finish(maker, bound + 1, now)
 
     def _room_until(self, deadline: int) -> int:
         """Samples that can still be picked up to and with version `deadline`."""

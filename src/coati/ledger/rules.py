@@ -84,12 +84,8 @@ class LedgerRules:
     @property
     def limit(self) -> int:
         """Samples that may be granted and not trained on. More than the bound allows would only wait."""
-        return (self.usual_age + 1) * self.samples_per_version
-
-    @property
-    def usual_age(self) -> int:
-        """The age of samples when all makers are equally quick."""
-        return self.lead if self.max_staleness is None else min(self.lead, self.max_staleness)
+        lead = self.lead if self.max_staleness is None else min(self.lead, self.max_staleness)
+        return (lead + 1) * self.samples_per_version
 
 
 @dataclasses.dataclass(slots=True)

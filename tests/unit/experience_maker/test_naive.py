@@ -631,7 +631,7 @@ def test_samples_without_signal_are_reported_with_the_next_batch_that_has_some(m
 
 @pytest.mark.parametrize(
     ("group_ids", "message"),
-    [(None, "has no group_ids"), (torch.tensor([1, 1, 2, 3]), "2 of 3 groups of the batch have only one")],
+    [(None, "got no group_ids"), (torch.tensor([1, 1, 2, 3]), "got 2 of 3 groups with only one")],
 )
 def test_samples_that_cannot_be_compared_are_refused_before_they_are_made(make_maker, group_ids, message):
     maker = scored_maker(make_maker, [1.0, 3.0, 2.0, 2.0])
