@@ -61,13 +61,7 @@ class WorkSource(ABC):
 
 
 class LoaderPrompts(WorkSource):
-    """`num_steps` batches of as many passes over `loader_fn()` as it takes, or else `num_epochs` passes.
-
-    >>> loader = [{"input_ids": [[1, 2], [3, 4]]}, {"input_ids": [[5]]}]
-    >>> source = LoaderPrompts(lambda: loader, num_steps=3)
-    >>> [len(source.draw(0)) for _ in range(3)], source.draw(0)
-    ([2, 1, 2], None)
-    """
+    """`num_steps` batches of as many passes over `loader_fn()` as it takes, or else `num_epochs` passes."""
 
     def __init__(
         self,

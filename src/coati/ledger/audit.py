@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from coati.counting import counted
-from coati.errors import CheckpointError
 from coati.ledger.journal import JournalContent, read_journals
 from coati.ledger.rules import LedgerRules
 
@@ -89,11 +88,6 @@ class StreamAccount:
         if kind == "refuse":
             self.repeats["refused", "delivered too late, or twice"] += len(event[kind])
             return
-        if kind not in _MOVES:
-            raise CheckpointError(
-                f"The journal has an event of kind {kind!r}, which this version of coati does not know. Use the "
-                "version that wrote it."
-            )
         if kind == "train":
             samples = event.get("samples", event["train"] * self.rules.samples_per_version)
             end = -(-samples // self.rules.group_size)  # a stop may leave a group trained on in part
@@ -213,7 +207,7 @@ def _kind(reason: str) -> str:
 
 
 def audit_run(folder: Path) -> RunAccount:
-    """Read the journals in a run's folder. CheckpointError as `read_journals`, and for events that are not known."""
+    """Read the journals in a run's folder. CheckpointError as `read_journals`."""
     return account_of(read_journals(folder))
 
 

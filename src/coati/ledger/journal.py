@@ -5,14 +5,13 @@ Each record is one line: a checksum, a space, a JSON list of events. The first r
     1f0c3a9e [{"format":1,"run":"…","rules":{…}}]
     77ab01c2 [{"grant":[0],"maker":"maker-0","version":0},{"grant":[1],"maker":"maker-0","version":0}]
 
-A process that dies while it writes leaves part of a record at the end. That part is ignored when the file is read, and
-removed when it is opened again. A bad record with good ones after it is an error.
+Part of a record at the end, of a process that died while it wrote, is ignored. A bad record with good ones after it is
+an error.
 
-A run that is resumed from a checkpoint appends {"resume": version, "events": n, "first_epoch": e, "rules": {…}}: the
-first n events led to that checkpoint, what comes between them and this one is void, leases that were open are returned,
-and epochs go on from e. If n is null, the checkpoint knows no such trainer, and those up to the first resume from that
-version or a later one led to it. If the run has another number of trainers now, "state" says which numbers the ledger
-has instead of its own; that of a trainer that is gone has none.
+A resumed run appends {"resume": version, "events": n, "first_epoch": e, "rules": {…}}: the first n events led to its
+checkpoint, what comes between them and this one is void, open leases are returned, and epochs go on from e. If n is
+null, the checkpoint knows no such trainer: those up to the first resume from that version or a later one led to it.
+With another number of trainers, "state" says which numbers the ledger has now.
 """
 
 import dataclasses

@@ -125,33 +125,27 @@ class RolloutEngine(Protocol):
     @property
     def room(self) -> int:
         """How many more samples it can write at the same time; what is submitted beyond that waits in it."""
-        ...
 
     def submit(self, request: RolloutRequest) -> None:
         """Take prompts in; they are begun when there is a place for them, in this order."""
-        ...
 
     def advance(self) -> list[Response]:
         """Write a few tokens of each sample (on a CPU: one), and return what has ended."""
-        ...
 
     def extend(self, sample_id: int, tokens: Sequence[int], max_new_tokens: int) -> None:
         """Continue a sample that was kept: these tokens follow its response, and then the next response is written.
 
         Its draws go on where they were; what it has in the cache stays.
         """
-        ...
 
     def commit(self, version: int) -> None:
         """Note that the actor's weights are of this version now. Call it between two `advance`s, after any change.
 
         Weights of another version must lie in the memory that held the old ones.
         """
-        ...
 
     def cancel(self, sample_ids: Collection[int]) -> None:
         """Forget these samples, waiting, half written or kept; unknown ones are ignored."""
-        ...
 
 
 def generate(
