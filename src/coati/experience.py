@@ -42,39 +42,23 @@ UNKNOWN_ID = -1
 class _SampleFields:
     """The fields that `Experience` and `BufferItem` share; an item's tensors have no batch dimension."""
 
-    # Prompt and response token ids, [B, S].
-    sequences: Tensor
-    # log π(token) of each response token under the policy that sampled it, [B, A].
-    action_log_probs: Tensor
-    # The critic's estimate V(state before the token), [B, A]; zeros without a critic.
-    values: Tensor
-    # The score of each sequence, without the KL penalty, [B].
-    reward: Tensor
-    # Per-token estimate of KL(policy || initial model), [B, A].
-    kl: Tensor
-    # Advantages, not whitened, [B, A].
-    advantages: Tensor
-    # 1 on real tokens, 0 on padding, [B, S].
-    attention_mask: Tensor | None
-    # True on response tokens, the end-of-sequence token included, False after it, [B, A].
-    action_mask: Tensor | None
+    sequences: Tensor  # [B, S] prompt and response token ids
+    action_log_probs: Tensor  # [B, A] log π(token) of response tokens under the policy that sampled them
+    values: Tensor  # [B, A] the critic's estimate V(state before the token); zeros without a critic
+    reward: Tensor  # [B] the score of each sequence, without the KL penalty
+    kl: Tensor  # [B, A] per-token estimate of KL(policy || initial model)
+    advantages: Tensor  # [B, A] not whitened
+    attention_mask: Tensor | None  # [B, S] 1 on real tokens, 0 on padding
+    action_mask: Tensor | None  # [B, A] True on response tokens, the end-of-sequence token included, False after it
 
-    # Identifies the sample and keys its randomness, [B] int64.
-    sample_ids: Tensor | None = None
-    # Samples of one prompt share a group id, [B] int64.
-    group_ids: Tensor | None = None
-    # Version of the weights that wrote each token, [B, A] int64.
-    policy_versions: Tensor | None = None
-    # Sampling temperature; log-probs above and in training are those of softmax(logits / temperature), [B].
-    temperatures: Tensor | None = None
-    # log-probs under the weights with which the learner first saw the batch, [B, A]; written by the learner.
-    proximal_log_probs: Tensor | None = None
-    # log-probs under the initial model, [B, A]; only where the KL penalty is a term of the loss.
-    reference_log_probs: Tensor | None = None
-    # The critic's targets, [B, A]; None: advantages + values.
-    returns: Tensor | None = None
-    # Whether the length limit ended the response, [B] bool.
-    is_cut: Tensor | None = None
+    sample_ids: Tensor | None = None  # [B] int64: identifies the sample and keys its randomness
+    group_ids: Tensor | None = None  # [B] int64: the same for all samples of a prompt
+    policy_versions: Tensor | None = None  # [B, A] int64: version of the weights that wrote each token
+    temperatures: Tensor | None = None  # [B] log-probs here and in training are those of softmax(logits / temperature)
+    proximal_log_probs: Tensor | None = None  # [B, A] of the weights that first saw the batch; written by the learner
+    reference_log_probs: Tensor | None = None  # [B, A] of the initial model, where the KL penalty is in the loss
+    returns: Tensor | None = None  # [B, A] the critic's targets; None: advantages + values
+    is_cut: Tensor | None = None  # [B] bool: whether the length limit ended the response
 
     _label: ClassVar[str]
     _num_dims: ClassVar[int]  # of sequences
@@ -230,12 +214,10 @@ def _log_no_pinning() -> None:
 class BufferItem(_SampleFields):
     """One sample: the fields of `Experience` without padding and batch dimension. Pickles as numpy arrays."""
 
-    # Set by the sender, the same for all items that it sends together. A retry has the same one, and is ignored.
-    delivery_id: str | None = None
-    # Set by the sender where work is leased: number and epoch of the lease that this sample was made for.
-    lease: tuple[int, int] | None = None
-    # Version of the weights that scored it, which may be newer than those that wrote it; set by the sender.
-    scored_by: int = UNKNOWN_ID
+    # Set by the sender:
+    delivery_id: str | None = None  # the same for all items that it sends together, and for a retry, which is ignored
+    lease: tuple[int, int] | None = None  # number and epoch of the lease that this sample was made for
+    scored_by: int = UNKNOWN_ID  # version of the weights that scored it, maybe newer than those that wrote it
 
     _label = "buffer item"
     _num_dims = 1
