@@ -57,6 +57,11 @@ def test_values_arrive_bit_for_bit_in_their_dtypes(make_buffer):
     got.values.add_(1.0)  # what comes out may be written to
 
 
+def call_until_it_fails(actor):
+    while True:
+        ray.get(actor.qsize.remote(), timeout=PATIENCE)
+
+
 def test_the_queue_reserves_no_cpu_and_is_a_light_process_whose_death_is_named(make_buffer):
     before = ray.available_resources().get("CPU", 0.0)
     buffer = make_buffer(1)
@@ -67,7 +72,10 @@ def test_the_queue_reserves_no_cpu_and_is_a_light_process_whose_death_is_named(m
     entry = ray.cloudpickle.dumps(buffer._queue.get())
     code = "import pickle, sys; pickle.loads(sys.stdin.buffer.read()); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], input=entry, check=True, timeout=PATIENCE)
-    ray.kill(buffer._queue._queue.actor)
+    actor = buffer._queue._queue.actor
+    ray.kill(actor)
+    with pytest.raises(ray.exceptions.RayActorError):
+        call_until_it_fails(actor)  # one may still come before its end
     with pytest.raises(PeerDied, match="queue"):
         buffer.extend(items(1, 1))
 
