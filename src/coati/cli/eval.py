@@ -57,7 +57,7 @@ def evaluate(
 
 
 def _resolved(target: str, settings: Path | None) -> tuple[str, RunSettings]:
-    """The model that is meant, and the settings: those of a file, or of the run that the model belongs to."""
+    """The model that is meant, and its settings."""
     folder = Path(target)
     if looks_local(target) and not folder.is_dir():
         raise ConfigError(f"MODEL_OR_RUN must be the folder of a model or of a run, or a hub name, got {target!r}.")

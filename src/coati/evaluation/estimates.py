@@ -1,9 +1,7 @@
 """avg@k and pass@k with 95 % confidence intervals.
 
-Prompts are the random draw that an evaluation generalizes from, and the samples of a prompt resemble each other. So
-each prompt gives one value, and intervals come from the spread of these values (the normal approximation clustered by
-prompt, with Student's t for small sets). It has a closed form: unlike a bootstrap, the same scores give the same
-interval everywhere, and a paired difference is the same formula on differences.
+Samples of a prompt resemble each other, so each prompt gives one value, and intervals come from the spread of these
+values (the normal approximation clustered by prompt, with Student's t for small sets).
 
 Where all values lie in [0, 1], as those of pass@k do, the interval has Wilson's form, with the number of independent
 trials that the spread is worth. It stays in [0, 1], and 30 of 30 prompts solved is not reported as certainty. Nor are
@@ -63,8 +61,7 @@ def prompt_values(
 ) -> dict[str, dict[int, float]]:
     """The value of every prompt, by metric: `avg@N` is its mean score, `pass@k` as `pass_at_k` says.
 
-    `scores` are those of each prompt's samples that have one. A prompt has no avg@N without any, and no pass@k with
-    fewer than k.
+    A prompt has no avg@N without any scores, and no pass@k with fewer than k.
     """
     values = {f"avg@{samples_per_prompt}": {one: statistics.fmean(own) for one, own in scores.items() if own}}
     passed = {one: sum(score >= pass_score for score in own) for one, own in scores.items()}
@@ -74,10 +71,7 @@ def prompt_values(
 
 
 def paired_difference(values: Mapping[int, float], base: Mapping[int, float]) -> Estimate | None:
-    """How much greater the values are than those of another model, prompt by prompt; None without common prompts.
-
-    What makes a prompt easy or hard for both cancels, so the interval is narrower than either model's own.
-    """
+    """How much greater the values are than those of another model, prompt by prompt; None without common prompts."""
     common = values.keys() & base.keys()
     differences = [values[prompt] - base[prompt] for prompt in sorted(common)]
     bounds = (-1.0, 1.0) if _are_shares([*values.values(), *base.values()]) else ()

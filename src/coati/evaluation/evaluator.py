@@ -43,8 +43,7 @@ class Evaluation(NamedTuple):
     record: dict[str, Any]
     """Set, version, every metric with its interval (`_low`, `_high`), and counts, as `evaluations.jsonl` has them."""
     samples: list[dict[str, Any]]
-    """All samples, those of a prompt together: numbers, texts, score (None if there is none), terms and details, and
-    the reward's error."""
+    """All samples, those of a prompt together; a score is None if there is none."""
     values: dict[str, dict[int, float]]
     """The value of every prompt, by metric."""
 
@@ -106,7 +105,7 @@ class Evaluator:
 
     @torch.no_grad()
     def _begin(self, engine: RolloutEngine, prompts: PromptBatch, version: int) -> Iterator[dict[str, Any]]:
-        """Generate, and start to score; returns the samples, which wait for their scores when they are asked for."""
+        """Generate, and start to score; returns the samples, which wait for their scores."""
         prompts = prompts.to(next(engine.model.parameters()).device)
         assert prompts.sample_ids is not None
         options = GenerateOptions.parse(**self._config.rollout.generate_options)

@@ -12,13 +12,12 @@ from coati.config import EvalSettings
 
 
 class EvalJob(NamedTuple):
-    """The right to evaluate one set; a report under any other than the current one is refused."""
+    """The right to evaluate one set, from one incarnation of the trainer; a report under an older one is refused."""
 
     name: str
     maker: str
     number: int
     incarnation: int
-    """Of the trainer that granted it."""
 
 
 class EvalSchedule:

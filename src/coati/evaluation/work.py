@@ -27,10 +27,7 @@ _ATTEMPTS = 3
 
 
 class EvaluationWork:
-    """What a maker does besides making experience. `run` makes the evaluation that `poll` found to be due.
-
-    It writes all samples to the run's folder and, if this is the best version so far, the model.
-    """
+    """What a maker does besides making experience: `run` makes the evaluation that `poll` found to be due."""
 
     def __init__(
         self,
@@ -44,7 +41,7 @@ class EvaluationWork:
         maker: str,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`strategy` saves models; `reward` is a function that a program brings in place of `[reward]`."""
+        """`reward` is a function that a program brings in place of `[reward]`."""
         self._config = config
         scorers: dict[str, RewardScorer] = {}
         self._evaluators = {one.name: Evaluator(config, one, reward, scorers) for one in config.eval}

@@ -34,14 +34,12 @@ class Tracker(Protocol):
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker is told about the run when it is made."""
+    """What a tracker is told: the user's options, and the name or id that it gave the run; empty if that is new."""
 
     folder: Path
     settings: Mapping[str, Any]
     options: Mapping[str, Any]
-    """What the user wants otherwise."""
     known_as: str
-    """The name or id that the tracker gave the run; empty if it is new."""
 
 
 class _TensorBoard:

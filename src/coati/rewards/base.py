@@ -23,13 +23,9 @@ Texts = list[str] | Callable[[], list[str]]
 class RewardRequest:
     """A batch of finished samples, as text and as tokens: functions read the text, models the tokens.
 
-    Args:
-        prompts: B texts, or a function that returns them; it is called when they are first read.
-        completions: the same for the responses.
-        sequences: [B, S] left-padded prompt, then response, S = P + A; S = 0 where only the texts are known.
-        attention_mask: [B, S].
-        action_mask: [B, A] True on response tokens.
-        columns: further columns of the dataset, B values each.
+    Texts may be a function that returns them, called when they are first read. `columns` are further ones of the
+    dataset, B values each. `sequences`, [B, S], is a left-padded prompt, then the response; S = 0 where only the texts
+    are known.
     """
 
     def __init__(

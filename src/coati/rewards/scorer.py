@@ -1,8 +1,7 @@
 """From the tokens of a rollout to scores: decodes the texts and asks the reward, again if it fails.
 
-A reward, or a term of a sum, that fails is asked again, for all samples that it failed on, then for each of them alone.
-Samples on which it still fails have no score, and are named as failures; if it fails on all, and has never scored
-anything, it is the reward that is wrong.
+A reward, or a term of a sum, that fails is asked again for what it failed on, then for each of these samples alone. If
+it fails on all, and has never scored anything, it is the reward that is wrong.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ class PendingScores:
     """The scores of one batch, which may still be computed on a thread; call it to get them."""
 
     def __init__(self, scorer: RewardScorer, request: RewardRequest, device: torch.device) -> None:
-        """Start to score. The scores come to `device`; samples on which the reward fails have none, if it scores any
-        and the scorer allows failures."""
+        """Start to score. The scores come to `device`."""
         self.verdicts: dict[str, list[Verdict]] = {}
-        """What the reward, or each term of a sum, says of each sample, by its name, when the scores are there."""
+        """What the reward, or each term of a sum, says of each sample, by name, when the scores are there."""
         self.num_retries = 0
         """How often a reward was asked again."""
         self.request = request
@@ -181,8 +179,7 @@ def _scores(verdicts: Sequence[Verdict]) -> Tensor:
 class RewardScorer:
     """Scores finished sequences with a `Reward`, which is asked again `retries` times when it fails on a batch.
 
-    The user of `begin` may leave out `max_quarantined` groups because the reward fails on a sample of theirs; 0 = a
-    failure is an error. The tokenizer decodes prompts and completions, without special tokens.
+    With `max_quarantined` 0 a failure is an error; else the user of `begin` may leave out so many groups for failures.
     """
 
     def __init__(self, reward: Reward, tokenizer: Any, *, retries: int = 0, max_quarantined: int = 0) -> None:
@@ -209,13 +206,8 @@ class RewardScorer:
     ) -> PendingScores:
         """Start to score; call what is returned for the scores, [B] float32 on the device of the sequences, NaN = none.
 
-        Unless `max_quarantined` is 0, look at their `failures` too.
-
-        Functions run on one thread, a batch at a time, while the caller does something else. A reward that may be a
-        model is asked when its scores are called for: it would get in the way of other models.
-
-        `columns` are the further keys of a prompt batch, B values each. If `prompt` is among them, its texts
-        are the prompts, exactly as the dataset or the chat template wrote them; else prompts are decoded.
+        Functions run on one thread, a batch at a time. A reward that may be a model is asked when its scores are called
+        for: it would get in the way of other models. If `prompt` is among the columns, its texts are the prompts.
         """
         listed = {name: _as_list(values) for name, values in (columns or {}).items()}
         for name, values in listed.items():

@@ -144,8 +144,7 @@ def http(
 ) -> Callable[..., list[Verdict]]:
     """The scores that a server returns for `{"prompts": […], "completions": […], "columns": {…}}`.
 
-    It answers `{"scores": […]}` with what a reward function may return, as JSON: numbers, null, or tables with `score`
-    or `error`.
+    It answers `{"scores": […]}`, with what a reward function may return as JSON.
     """
     endpoint = Endpoint(url, api_key_env, concurrency, request_seconds)
     require("http", batch_size > 0, "batch_size > 0")
@@ -182,10 +181,9 @@ def judge(
     request_seconds: float = 60.0,
     body: Mapping[str, Any] | None = None,
 ) -> Callable[..., list[Verdict]]:
-    """What a language model thinks of each completion, from 0 (`low`) to 1 (`high`).
+    """What a language model behind an OpenAI-compatible `url`, up to /v1, thinks of each completion, from 0 to 1.
 
-    `url` is that of an OpenAI-compatible server, up to /v1. `prompt` may name {prompt}, {completion}, {low}, {high} and
-    columns, and asks for "score: number"; the last one in the answer counts. `body` has further fields of the request.
+    `prompt` may name {prompt}, {completion}, {low}, {high} and columns, and asks for "score: number"; the last counts.
     """
     endpoint = Endpoint(f"{url.rstrip('/')}/chat/completions", api_key_env, concurrency, request_seconds)
     require("judge", low < high, "low < high")
@@ -227,10 +225,7 @@ def teacher(
     request_seconds: float = 60.0,
     body: Mapping[str, Any] | None = None,
 ) -> Callable[..., list[Verdict]]:
-    """The mean log-prob that another language model gives the tokens of each completion after its prompt.
-
-    `url` is that of an OpenAI-compatible server, up to /v1, which returns log-probs of a prompt (`echo`), as vLLM does.
-    """
+    """The mean log-prob that the model of a server which has `echo`, as vLLM's, gives each completion's tokens."""
     endpoint = Endpoint(f"{url.rstrip('/')}/completions", api_key_env, concurrency, request_seconds)
     request = {"model": model, "max_tokens": 0, "echo": True, "logprobs": 1, **(body or {})}
 
