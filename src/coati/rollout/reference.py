@@ -1,7 +1,6 @@
 """The reference engine: any causal LM of transformers, called with its own cache, and draws keyed by sample id.
 
-Prompts that are submitted together are computed together, in batches that go on until their longest response has ended.
-A row that has ended before is computed as padding.
+Prompts that are submitted together are computed together until the longest response has ended, the others as padding.
 """
 
 import time
@@ -22,10 +21,7 @@ _ROWS = 256  # at the same time, as far as `room` says
 
 
 class ReferenceEngine:
-    """Correct for every causal LM of transformers; other engines are tested against it.
-
-    `extend` computes what came before again.
-    """
+    """Correct for every causal LM of transformers; other engines are tested against it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -68,7 +64,7 @@ class ReferenceEngine:
         return responses
 
     def extend(self, sample_id: int, tokens: Sequence[int], max_new_tokens: int) -> None:
-        """As the protocol says."""
+        """As the protocol says; what came before is computed again."""
         sample, response = self._kept.pop(sample_id)
         turn = sample.next_turn(response.tokens.tolist(), tokens, max_new_tokens)
         device = next(self.model.parameters()).device

@@ -1,8 +1,7 @@
-"""From logits to the next token, and whether a stop string is there. Every engine samples with this code.
+"""From logits to the next token, and whether a stop string is there. Our engines sample with this code.
 
-Stop strings are recognised token by token on any device. While a response is written, all there is to know about them
-is the longest beginning of one that the text ends with. A token leads from one such beginning to another, and to which
-depends on the token's text alone. So all steps fit in a table, and a check is one lookup, which a CUDA graph can hold.
+The state of a response is the longest beginning of a stop string that it ends with. The next state depends on that and
+the next token alone, so all steps fit in a table, and a check is one lookup, which a CUDA graph can hold.
 """
 
 import functools
@@ -54,12 +53,11 @@ class Sampler:
 def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     """For each row the token at which the cumulative probability first exceeds its uniform number, [B].
 
-    In float64, so that the tail of a large vocabulary is not rounded away; a token of probability 0 is never
-    drawn, because the cumulative sum does not rise there.
+    In float64, so that the tail of a large vocabulary is not rounded away. A token of probability 0 is never drawn.
     """
     cumulative = log_probs.double().exp().cumsum(dim=-1)
     total = cumulative[:, -1]
-    # A product that rounds up to the total would land one past the end: below it there is a token that has mass.
+    # Below the total there is a token that has mass; a product that rounds up to it would land one past the end.
     targets = torch.minimum(uniforms.double() * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, targets.unsqueeze(-1), right=True).squeeze(-1)
     # Only NaN gets past that. Its row stays NaN, which the learner reports; an index out of range would end the maker.
@@ -67,10 +65,9 @@ def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 class StopStrings:
-    """The table of one tokenizer and its stop strings.
+    """`table[state, token]` is the next state of a response, 0 at its start, `found` if a stop string is there.
 
-    A response starts in state 0. `table[state, token]` is its next state, `found` if a stop string is there. The last
-    column is for tokens that the tokenizer does not have.
+    The last column is for tokens that the tokenizer does not have.
     """
 
     def __init__(self, strings: Sequence[str], token_texts: Sequence[str], device: torch.device) -> None:

@@ -1,12 +1,9 @@
 """vLLM as an engine: for models that the native engine does not know.
 
-vLLM runs in the maker's process, a step at a time, with a copy of its own of the actor's weights, adapters merged into
-them. When the actor's have changed, the copy is written over between two steps and proven twice: the sum of its bits
-must be that of the weights that were sent, and a canary, a prompt whose log-probs by vLLM must be those of the actor.
-What was written by weights that are not proven is not delivered.
-
-vLLM keeps the keys and values of prompts for others that begin alike. Each copy of the weights has a salt of its own,
-so that no prompt is continued from keys of other weights than it was admitted with.
+vLLM runs in the maker's process, a step at a time, with its own copy of the actor's weights, adapters merged into them.
+A new copy is written between two steps and proven twice: its bits must have the same sum as those that were sent, and
+the log-probs of a canary prompt must be the actor's. Nothing is delivered before that. Each copy has a salt of its own,
+so that no prompt is continued from cached keys of other weights.
 """
 
 import copy
@@ -137,7 +134,6 @@ class VllmEngine:
         return ended
 
     def _take(self, output: Any, written: _Written) -> None:
-        """Note what was written of a sample."""
         (completion,) = output.outputs
         has_stopped = written.add(completion, self._version)
         if has_stopped and not output.finished:
@@ -179,7 +175,7 @@ class VllmEngine:
             self._engine.abort_request(names)
 
     def _new_engine(self) -> Any:
-        """An engine for a model of this shape, with weights that mean nothing yet."""
+        """With weights that mean nothing yet."""
         base = base_of(unwrap(self.model))
         parameter = next(base.parameters())
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where weights and steps are
@@ -253,7 +249,6 @@ class VllmEngine:
             )
 
     def _add(self, sample: Sample) -> None:
-        """Have vLLM write a sample."""
         vllm, options, generator = _import_vllm(), sample.options, keyed_generator(sample.seed, sample.id)
         sampling = vllm.SamplingParams(
             temperature=options.temperature if options.do_sample else 0.0,
