@@ -126,7 +126,7 @@ def gap(model, rollout) -> tuple[float, float]:
         forward, _ = action_logprobs(
             model, rollout.sequences[rows], rollout.attention_mask[rows], rollout.action_mask.shape[1]
         )
-    difference = (forward.float() - rollout.rollout_log_probs[rows])[rollout.action_mask[rows]].abs()
+    difference = (forward.float() - rollout.action_log_probs[rows])[rollout.action_mask[rows]].abs()
     return float(difference.mean()), float(difference.max())
 
 

@@ -45,7 +45,7 @@ class StaticEngine:
     def generate(self, request):
         from transformers import LogitsProcessorList
 
-        from coati.rollout import Rollout
+        from coati.experience import Experience
 
         drawn = _DrawnLogProbs()
         prompt_tokens = request.input_ids.shape[1]
@@ -57,13 +57,19 @@ class StaticEngine:
                 logits_processor=LogitsProcessorList([drawn]),
             )
         responses = sequences[:, prompt_tokens:]
-        return Rollout(
+        log_probs = drawn.finish(sequences)
+        nothing = torch.zeros_like(log_probs)
+        return Experience(
             sequences=sequences,
+            action_log_probs=log_probs,
+            values=nothing,
+            reward=nothing[:, 0],
+            kl=nothing,
+            advantages=nothing,
             attention_mask=torch.ones_like(sequences),
             action_mask=torch.ones_like(responses, dtype=torch.bool),
-            rollout_log_probs=drawn.finish(sequences),
             is_cut=torch.ones(len(sequences), dtype=torch.bool, device=sequences.device),
-            token_versions=torch.zeros_like(responses),
+            policy_versions=torch.zeros_like(responses),
         )
 
     def close(self) -> None:
@@ -202,7 +208,7 @@ def read_results(log: str, ended: str) -> tuple[dict[int, dict], str]:
 
 def vllm_rollout(request, result: dict):
     """What vLLM wrote, in the form that our engines return."""
-    from coati.rollout import Response, Rollout
+    from coati.rollout import Response, join_responses
 
     device = request.input_ids.device
     rows = zip(result["tokens"], result["log_probs"], strict=True)
@@ -217,4 +223,4 @@ def vllm_rollout(request, result: dict):
         for row, (tokens, log_probs) in enumerate(rows)
     ]
     prompts = request.input_ids[: len(responses)]
-    return Rollout.of(prompts, torch.ones_like(prompts), responses, pad_token=0)
+    return join_responses(prompts, torch.ones_like(prompts), responses, request.options, pad_token=0)

@@ -9,10 +9,9 @@ A sample takes these forms on its way from prompt to gradient:
     PromptBatch         maker       prompts/            prompts, tokenized and left-padded
     RolloutRequest      maker       rollout/            those, and how to continue them; a Sample is one in the engine
     Response            maker       rollout/            one response, with its log-probs and versions
-    Rollout             maker       rollout/            prompts and responses of whole groups, padded
     RewardRequest       maker       rewards/            the responses as text and tokens; PendingScores of it come later
     MakerBatch          maker       experience_maker/   carries the batch while it is scored, and then the experience
-    Experience          maker                           with rewards, KL and advantages
+    Experience          maker                           prompts and responses, padded; then rewards, KL and advantages
     BufferItem          maker                           one sample without padding; so it waits at the trainer
     ItemBundle          the wire                        items that travel together, an array for each field
     Experience          trainer                         items of several makers, padded again
@@ -169,6 +168,11 @@ class Experience(_SampleFields):
         if self.action_mask is not None:
             return self.action_mask.bool()
         return torch.ones_like(self.action_log_probs, dtype=torch.bool)
+
+    def tokens_and_masks(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Sequences, attention mask and action mask; ones where the experience has no mask."""
+        ones = torch.ones_like(self.sequences, dtype=torch.long)
+        return self.sequences, ones if self.attention_mask is None else self.attention_mask, self.full_action_mask()
 
     def age_metrics(self, trainer_version: int) -> dict[str, float]:
         """Mean and greatest age of the samples, in versions, each as old as its oldest token, and the mean age of the

@@ -98,9 +98,9 @@ def assert_same(found, expected):
     assert torch.equal(found.sequences[real], expected.sequences[real])
     assert torch.equal(found.is_cut, expected.is_cut)
     mask = expected.action_mask
-    torch.testing.assert_close(found.rollout_log_probs[mask], expected.rollout_log_probs[mask], atol=1e-5, rtol=0)
-    assert not found.rollout_log_probs[~mask].any()
-    assert torch.equal(found.token_versions[mask], expected.token_versions[mask])
+    torch.testing.assert_close(found.action_log_probs[mask], expected.action_log_probs[mask], atol=1e-5, rtol=0)
+    assert not found.action_log_probs[~mask].any()
+    assert torch.equal(found.policy_versions[mask], expected.policy_versions[mask])
 
 
 @pytest.mark.parametrize("name", ["llama", "llama3-rope", "qwen2", "qwen3", "mistral"])
@@ -150,7 +150,7 @@ def test_log_probs_are_the_learners():
         temperatures=torch.full((9,), 0.8),
     )[0]
     mask = rollout.action_mask
-    torch.testing.assert_close(rollout.rollout_log_probs[mask], forward[mask], atol=1e-5, rtol=0)
+    torch.testing.assert_close(rollout.action_log_probs[mask], forward[mask], atol=1e-5, rtol=0)
 
 
 def test_weights_that_are_written_into_the_model_count_from_the_next_token():
@@ -170,7 +170,7 @@ def test_weights_that_are_written_into_the_model_count_from_the_next_token():
         return generate(engine, request, version=4, between_tokens=between_tokens)
 
     expected = written_by(ReferenceEngine)
-    assert expected.token_versions[0].tolist() == [4, 4, 4, 5, 5, 5, 5]
+    assert expected.policy_versions[0].tolist() == [4, 4, 4, 5, 5, 5, 5]
     assert_same(written_by(NativeEngine), expected)
 
 
@@ -202,7 +202,7 @@ def test_other_activations_are_the_models_own():
 def test_what_it_writes_can_be_trained_on():
     model = make_model("llama")
     rollout = generate(NativeEngine(model), make_request())
-    assert not any(tensor.is_inference() for tensor in vars(rollout).values())
+    assert not any(tensor.is_inference() for _, tensor in rollout.tensors())
     assert not any(parameter.is_inference() for parameter in model.parameters())
 
 
@@ -211,7 +211,7 @@ def test_a_row_of_nan_stays_a_row_of_nan():
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan
     rollout = generate(NativeEngine(model), make_request(eos_token_id=[]))
-    assert rollout.rollout_log_probs.isnan().all()
+    assert rollout.action_log_probs.isnan().all()
     assert int(rollout.sequences.max()) < 29
 
 
@@ -275,11 +275,11 @@ def test_what_broken_weights_left_behind_is_not_seen_by_the_next_request():
     with torch.no_grad():
         weight.fill_(float("nan"))
     broken = generate(engine, request)
-    assert broken.rollout_log_probs.isnan().any()
+    assert broken.action_log_probs.isnan().any()
     with torch.no_grad():
         weight.copy_(kept)
     found = generate(engine, request)
-    assert found.rollout_log_probs.isfinite().all()
+    assert found.action_log_probs.isfinite().all()
 
 
 def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_once(monkeypatch):
@@ -346,12 +346,12 @@ def test_weights_that_come_with_looks_under_way_count_from_the_steps_after(repla
         return version
 
     rollout = generate(NativeEngine(old), request, version=4, between_tokens=commit)
-    assert rollout.token_versions.tolist() == [[4] * 7 + [5] * 4] * len(
+    assert rollout.policy_versions.tolist() == [[4] * 7 + [5] * 4] * len(
         rollout.is_cut
     )  # one with the prompt, and two looks of three
     at = rollout.sequences.shape[1] - 4
     assert torch.equal(rollout.sequences[:, :at], before.sequences[:, :at])
-    assert not torch.equal(rollout.rollout_log_probs[:, 7:], before.rollout_log_probs[:, 7:])
+    assert not torch.equal(rollout.action_log_probs[:, 7:], before.action_log_probs[:, 7:])
 
 
 @pytest.mark.parametrize("num_slots", [4, 12])

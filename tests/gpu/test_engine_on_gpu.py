@@ -69,8 +69,8 @@ def assert_same(found, expected):
     assert torch.equal(found.action_mask, mask)
     assert torch.equal(found.sequences[real], expected.sequences[real])
     assert torch.equal(found.is_cut, expected.is_cut)
-    torch.testing.assert_close(found.rollout_log_probs[mask], expected.rollout_log_probs[mask], atol=1e-5, rtol=0)
-    assert torch.equal(found.token_versions[mask], expected.token_versions[mask])
+    torch.testing.assert_close(found.action_log_probs[mask], expected.action_log_probs[mask], atol=1e-5, rtol=0)
+    assert torch.equal(found.policy_versions[mask], expected.policy_versions[mask])
 
 
 def learners_log_probs(model, rollout, temperature=1.0):
@@ -146,7 +146,7 @@ def test_a_text_of_8192_tokens_has_the_learners_log_probs():
         make_request(3, eos_token_id=[]), input_ids=ids.cuda(), attention_mask=mask.cuda(), max_new_tokens=92
     )
     rollout = generate(NativeEngine(model), request)
-    torch.testing.assert_close(rollout.rollout_log_probs, learners_log_probs(model, rollout), atol=1e-4, rtol=0)
+    torch.testing.assert_close(rollout.action_log_probs, learners_log_probs(model, rollout), atol=1e-4, rtol=0)
 
 
 def test_stop_strings_end_responses_inside_the_graphs():
@@ -176,13 +176,13 @@ def test_log_probs_are_the_learners(temperature):
     model = make_model()
     rollout = generate(NativeEngine(model, num_slots=8), make_request(temperature=temperature))
     forward, mask = learners_log_probs(model, rollout, temperature), rollout.action_mask
-    torch.testing.assert_close(rollout.rollout_log_probs[mask], forward[mask], atol=1e-5, rtol=0)
+    torch.testing.assert_close(rollout.action_log_probs[mask], forward[mask], atol=1e-5, rtol=0)
 
 
 def test_log_probs_in_bfloat16_differ_from_the_learners_by_rounding():
     rollout = generate(NativeEngine(model := make_model(dtype=torch.bfloat16)), make_request())
     mask = rollout.action_mask
-    gap = (rollout.rollout_log_probs - learners_log_probs(model, rollout))[mask].abs()
+    gap = (rollout.action_log_probs - learners_log_probs(model, rollout))[mask].abs()
     in_float32 = learners_log_probs(make_model(dtype=torch.bfloat16).float(), rollout)
     rounding = (learners_log_probs(model, rollout) - in_float32)[mask].abs()
     # The same weights in bfloat16: two ways of computing differ by no more than either does from float32.
@@ -210,13 +210,13 @@ def test_weights_committed_in_flight_are_read_by_the_graphs_that_exist():
 
     rollout = generate(engine, make_request(eos_token_id=[]), version=4, between_tokens=commit)
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == addresses
-    assert rollout.token_versions.tolist() == [[4] * num_old + [5] * (40 - num_old)] * 35
+    assert rollout.policy_versions.tolist() == [[4] * num_old + [5] * (40 - num_old)] * 35
     model.load_state_dict(old)
     before = generate(engine, make_request(eos_token_id=[]))
     first = rollout.sequences.shape[1] - 40
     last = first + num_old
     assert torch.equal(rollout.sequences[:, :last], before.sequences[:, :last])
-    assert torch.equal(rollout.rollout_log_probs[:, :num_old], before.rollout_log_probs[:, :num_old])
+    assert torch.equal(rollout.action_log_probs[:, :num_old], before.action_log_probs[:, :num_old])
     # From there on the new weights draw, over a cache of the old ones: neither model writes that.
     assert not torch.equal(rollout.sequences[:, last:], before.sequences[:, last:])
     model.load_state_dict(new)

@@ -41,7 +41,7 @@ def request(**options):
 @torch.no_grad()
 def gap(model, rollout):
     forward = (rollout.sequences, rollout.attention_mask, rollout.action_mask.shape[1])
-    return float((action_logprobs(model, *forward)[0] - rollout.rollout_log_probs).abs().mean())
+    return float((action_logprobs(model, *forward)[0] - rollout.action_log_probs).abs().mean())
 
 
 @torch.no_grad()
@@ -66,7 +66,7 @@ def test_adapters_and_versions(engine):
     after = generate(engine, request(), version=4)
     assert gap(model, after) < 0.05
     assert gap(model, rollout) > 0.2
-    assert after.token_versions.unique().tolist() == [4]
+    assert after.policy_versions.unique().tolist() == [4]
     assert engine._keeps_bits
 
 

@@ -121,10 +121,11 @@ class Evaluator:
             needs_log_probs=False,
         )
         with device_errors_explained(f"evaluating {len(prompts)} samples of {self.settings.name!r}", LESS_TO_MAKE):
-            rollout = generate(engine, request, version=version)
-        tokens = (rollout.sequences, rollout.attention_mask, rollout.action_mask)
+            experience = generate(engine, request, version=version)
+        tokens = experience.tokens_and_masks()
         pending, per_prompt = self._scorer.begin(*tokens, prompts.columns), self.settings.rollout.samples_per_prompt
-        columns = (prompts.sample_ids, rollout.action_mask.sum(dim=1), rollout.is_cut)
+        assert experience.is_cut is not None
+        columns = (prompts.sample_ids, tokens[-1].sum(dim=1), experience.is_cut)
 
         def finished() -> Iterator[dict[str, Any]]:
             scores, texts = pending().tolist(), pending.request

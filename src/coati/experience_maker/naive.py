@@ -39,7 +39,7 @@ from coati.monitor.metrics import Sum
 from coati.monitor.timeline import Timeline
 from coati.prompts.batch import PromptBatch
 from coati.rewards import ModelReward, RewardScorer
-from coati.rollout import GenerateOptions, Response, Rollout, RolloutEngine, RolloutRequest, make_engine
+from coati.rollout import GenerateOptions, Response, RolloutEngine, RolloutRequest, join_responses, make_engine
 
 logger = logging.getLogger(__name__)
 
@@ -237,10 +237,13 @@ class NaiveExperienceMaker(ExperienceMaker):
         prompts = prompts.select(rows).to(next(self.actor.parameters()).device)
         written = [responses[ids[row]] for row in rows]
         pad_token = self._options.pad_token(unwrap(self.actor))
-        rollout = Rollout.of(prompts.input_ids, prompts.attention_mask, written, pad_token=pad_token)
-        what = f"scoring {len(prompts)} sequences of up to {rollout.sequences.shape[1]} tokens"
+        batch.experience = experience = join_responses(
+            prompts.input_ids, prompts.attention_mask, written, self._options, pad_token=pad_token
+        )
+        experience.group_ids = prompts.group_ids
+        what = f"scoring {len(prompts)} sequences of up to {experience.sequences.shape[1]} tokens"
         with self.timeline.span("score"), device_errors_explained(what, LESS_TO_MAKE):
-            self._score(batch, prompts, rollout)
+            self._score(batch, experience, prompts.columns)
         return batch
 
     def _complete_groups(self) -> tuple[PromptBatch, dict[int, Response]]:
@@ -305,41 +308,26 @@ class NaiveExperienceMaker(ExperienceMaker):
             )  # fmt: skip
         return limits
 
-    def _score(self, batch: MakerBatch, prompts: PromptBatch, rollout: Rollout) -> None:
-        """Run all forward passes, with reward functions in the background, and compute what follows from them."""
-        sequences, attention_mask, action_mask = rollout.sequences, rollout.attention_mask, rollout.action_mask
-        forward = (sequences, attention_mask, action_mask)
-        temperatures = torch.full(action_mask.shape[:1], self._options.sampling_temperature, device=sequences.device)
+    def _score(self, batch: MakerBatch, experience: Experience, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Run all forward passes, with reward functions in the background, and compute what follows from them.
+
+        The engine drew the tokens by its log-probs, so they are the policy's, whatever a second pass would say.
+        """
         scorer = self.reward_model
         if not isinstance(scorer, RewardScorer):
             scorer = RewardScorer(ModelReward(scorer), tokenizer=None)
-        batch.scores = scorer.begin(*forward, prompts.columns)
-        # The engine drew the tokens by these log-probs, so they are the policy's, whatever a second pass would say.
-        logprobs = rollout.rollout_log_probs
-        references, values = score_with_models(self.initial_model, self.critic, *forward, temperatures)
-        kl, kind = torch.zeros_like(logprobs), self.algorithm.kl_estimator
+        tokens, temperatures = experience.tokens_and_masks(), experience.temperatures
+        assert temperatures is not None
+        batch.scores = scorer.begin(*tokens, columns)
+        references, experience.values = score_with_models(self.initial_model, self.critic, *tokens, temperatures)
         if references is not None:
-            kl = kl_estimate(logprobs, references, action_mask, kind=kind)
-            references = references.masked_fill(~action_mask, 0.0) if self.algorithm.kl_in == "loss" else None
-        batch.metrics |= self._gap_watch.measure(self.actor, rollout, temperatures, version=self.policy_version)
-        batch.experience = Experience(
-            sequences=sequences,
-            action_log_probs=logprobs,
-            values=values,
-            reward=values.new_zeros(len(values)),  # until the scores have come
-            kl=kl,
-            advantages=torch.zeros_like(values),  # until it is known which samples stay
-            attention_mask=attention_mask,
-            action_mask=action_mask,
-            sample_ids=prompts.sample_ids,
-            group_ids=prompts.group_ids,
-            policy_versions=rollout.token_versions.clone(),
-            temperatures=temperatures,
-            is_cut=rollout.is_cut,
-            reference_log_probs=references,
-        )
+            mask, kind = tokens[-1], self.algorithm.kl_estimator
+            experience.kl = kl_estimate(experience.action_log_probs, references, mask, kind=kind)
+            if self.algorithm.kl_in == "loss":
+                experience.reference_log_probs = references.masked_fill(~mask, 0.0)
+        batch.metrics |= self._gap_watch.measure(self.actor, experience, version=self.policy_version)
         if not batch.scores.is_in_background:  # models score now: they are free only until the next batch begins
-            self._take_scores(batch, batch.experience)
+            self._take_scores(batch, experience)
 
 
 def _check_groups(prompts: PromptBatch) -> None:

@@ -23,7 +23,6 @@ from coati.models import action_logprobs, action_values
 from coati.models.actor import packed_scoring_problem
 from coati.models.packing import SCORED_TOKENS, row_parts, row_tokens
 from coati.monitor.metrics import Max, Mean, Metric
-from coati.rollout import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -70,20 +69,22 @@ class GapWatch:
         self._measured = -1  # the last version that was
 
     @torch.no_grad()
-    def measure(self, actor: nn.Module, rollout: Rollout, temperatures: Tensor, *, version: int) -> dict[str, Metric]:
+    def measure(self, actor: nn.Module, experience: Experience, *, version: int) -> dict[str, Metric]:
         """The gap as metrics, once for each version; none where older weights wrote some of the tokens, which no
         single pass can recompute."""
         if version == self._measured:
             return {}
-        is_old = ((rollout.token_versions != version) & rollout.action_mask).any(dim=1)
-        rows = (rollout.action_mask.any(dim=1) & ~is_old).nonzero().flatten()[:_PROBED_ROWS]
+        sequences, attention_mask, mask = experience.tokens_and_masks()
+        assert experience.policy_versions is not None
+        assert experience.temperatures is not None
+        is_old = ((experience.policy_versions != version) & mask).any(dim=1)
+        rows = (mask.any(dim=1) & ~is_old).nonzero().flatten()[:_PROBED_ROWS]
         if not len(rows):
             return {}
         self._measured = version
-        mask = rollout.action_mask[rows]
-        forward = (rollout.sequences[rows], rollout.attention_mask[rows], mask.shape[1])
-        logprobs, _ = action_logprobs(actor, *forward, temperatures=temperatures[rows])
-        gaps = (logprobs.float() - rollout.rollout_log_probs[rows]).abs()[mask]
+        forward = (sequences[rows], attention_mask[rows], mask.shape[1])
+        logprobs, _ = action_logprobs(actor, *forward, temperatures=experience.temperatures[rows])
+        gaps = (logprobs.float() - experience.action_log_probs[rows]).abs()[mask[rows]]
         mean = float(gaps.mean())
         dtype = next((parameter.dtype for parameter in actor.parameters()), torch.float32)
         limit = _EXACT_GAP if dtype in (torch.float32, torch.float64) else _ROUNDED_GAP

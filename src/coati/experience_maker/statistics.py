@@ -4,7 +4,6 @@ import re
 from typing import Any
 
 import numpy as np
-import torch
 
 from coati.experience import Experience
 from coati.monitor.metrics import Max, Mean, Metric, Min, Sum
@@ -64,12 +63,7 @@ def sample_texts(experience: Experience, tokenizer: Any, count: int) -> list[dic
     """`count` samples as text, with rewards and ids, spread over the batch: those of one prompt are neighbours."""
     count = min(count, experience.num_samples)
     rows = [index * experience.num_samples // count for index in range(count)]
-    attention_mask = experience.attention_mask
-    tokens = (
-        experience.sequences[rows],
-        torch.ones_like(experience.sequences[rows]) if attention_mask is None else attention_mask[rows],
-        experience.full_action_mask()[rows],
-    )
+    tokens = tuple(tensor[rows] for tensor in experience.tokens_and_masks())
     texts = zip(decode_prompts(tokenizer, *tokens), decode_completions(tokenizer, *tokens), strict=True)
     return [
         {

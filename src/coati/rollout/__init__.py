@@ -6,7 +6,7 @@ from typing import Any
 from coati.config import RolloutSettings
 from coati.config.generate import GenerateOptions, native_engine_problem
 from coati.errors import ConfigError
-from coati.rollout.engine import Response, Rollout, RolloutEngine, RolloutRequest, generate
+from coati.rollout.engine import Response, RolloutEngine, RolloutRequest, generate, join_responses
 from coati.rollout.native import NativeEngine, config_of
 from coati.rollout.reference import ReferenceEngine
 from coati.rollout.vllm import VllmEngine
@@ -16,11 +16,11 @@ __all__ = [
     "NativeEngine",
     "ReferenceEngine",
     "Response",
-    "Rollout",
     "RolloutEngine",
     "RolloutRequest",
     "VllmEngine",
     "generate",
+    "join_responses",
     "make_engine",
 ]
 

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from coati.config.generate import GenerateOptions
 from coati.errors import DataError
+from coati.experience import Experience
 from coati.models.actor import unwrap
 
 
@@ -83,38 +84,39 @@ class Response:
     is_cut: bool  # the length limit ended it, and no end-of-sequence token or stop string
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """Prompts with their responses. `action_mask` includes the token that ended the response and nothing after it."""
+def join_responses(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    responses: Sequence[Response],
+    options: GenerateOptions,
+    *,
+    pad_token: int,
+) -> Experience:
+    """Prompts [B, P] with the response to each; what scoring computes is 0 so far."""
+    device = input_ids.device
+    lengths = torch.tensor([len(response.tokens) for response in responses], device=device)
 
-    sequences: Tensor  # [B, P + A]
-    attention_mask: Tensor  # [B, P + A]
-    action_mask: Tensor  # [B, A] bool
-    rollout_log_probs: Tensor  # [B, A], as of `Response`
-    is_cut: Tensor  # [B] bool
-    token_versions: Tensor  # [B, A] int64
+    def padded(name: str, fill: float = 0) -> Tensor:
+        rows = [getattr(response, name) for response in responses]
+        return pad_sequence(rows, batch_first=True, padding_value=fill).to(device)
 
-    @classmethod
-    def of(
-        cls, input_ids: Tensor, attention_mask: Tensor, responses: Sequence[Response], *, pad_token: int
-    ) -> "Rollout":
-        """Prompts [B, P] and the response to each."""
-        device = input_ids.device
-        lengths = torch.tensor([len(response.tokens) for response in responses], device=device)
-
-        def padded(name: str, fill: float = 0) -> Tensor:
-            rows = [getattr(response, name) for response in responses]
-            return pad_sequence(rows, batch_first=True, padding_value=fill).to(device)
-
-        mask = torch.arange(int(lengths.max()), device=device) < lengths.unsqueeze(1)
-        return cls(
-            sequences=torch.cat([input_ids, padded("tokens", pad_token)], dim=1),
-            attention_mask=torch.cat([attention_mask, mask.to(attention_mask.dtype)], dim=1),
-            action_mask=mask,
-            rollout_log_probs=padded("log_probs"),
-            is_cut=torch.tensor([response.is_cut for response in responses], device=device),
-            token_versions=padded("versions"),
-        )
+    mask = torch.arange(int(lengths.max()), device=device) < lengths.unsqueeze(1)
+    log_probs = padded("log_probs")
+    nothing = torch.zeros_like(log_probs)
+    return Experience(
+        sequences=torch.cat([input_ids, padded("tokens", pad_token)], dim=1),
+        action_log_probs=log_probs,
+        values=nothing,
+        reward=log_probs.new_zeros(len(log_probs)),
+        kl=nothing,
+        advantages=nothing,
+        attention_mask=torch.cat([attention_mask, mask.to(attention_mask.dtype)], dim=1),
+        action_mask=mask,
+        sample_ids=torch.tensor([response.sample_id for response in responses], device=device),
+        policy_versions=padded("versions"),
+        temperatures=torch.full(mask.shape[:1], options.sampling_temperature, device=device),
+        is_cut=torch.tensor([response.is_cut for response in responses], device=device),
+    )
 
 
 class RolloutEngine(Protocol):
@@ -154,7 +156,7 @@ def generate(
     *,
     version: int = 0,
     between_tokens: Callable[[], int] | None = None,
-) -> Rollout:
+) -> Experience:
     """Continue every prompt of a request by an engine that has nothing else to do.
 
     `between_tokens` is called after every `advance`, may change the weights, and returns their version."""
@@ -170,4 +172,5 @@ def generate(
     finally:
         engine.cancel(ids)
     pad_token = request.options.pad_token(unwrap(engine.model))
-    return Rollout.of(request.input_ids, request.attention_mask, [found[one] for one in ids], pad_token=pad_token)
+    responses = [found[one] for one in ids]
+    return join_responses(request.input_ids, request.attention_mask, responses, request.options, pad_token=pad_token)

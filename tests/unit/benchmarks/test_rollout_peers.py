@@ -47,7 +47,7 @@ def peers(monkeypatch):
 
 
 def requests(*batches):
-    options = SimpleNamespace(eos_token_id=[7])
+    options = SimpleNamespace(eos_token_id=[7], sampling_temperature=1.0)
     return [SimpleNamespace(input_ids=torch.tensor(ids), max_new_tokens=3, options=options) for ids in batches]
 
 
@@ -77,7 +77,7 @@ def test_vllm_continues_the_same_prompts_in_its_own_process(peers, tmp_path, cap
     assert rate > 0
     assert start["version"] == "0.fake"
     assert rollout.sequences.tolist() == [[5, 6, 7, 8, 9]]
-    assert rollout.rollout_log_probs.tolist() == [[-7 / 8, -1.0, -9 / 8]]
+    assert rollout.action_log_probs.tolist() == [[-7 / 8, -1.0, -9 / 8]]
     assert reason == "its process ended with status 1: ValueError: the prompt of a batch that fails"
     assert "Traceback" in capsys.readouterr().err
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from coati.experience import Experience
 from coati.experience_maker.scoring import GapWatch, score_with_models
 from coati.models import Actor, Critic, action_logprobs
-from coati.rollout import Rollout
 
 
 @pytest.mark.parametrize("max_tokens", [1, 9, 20])
@@ -36,6 +36,13 @@ def test_micro_batches_do_not_matter(llama, max_tokens, with_critic):
     assert bool(reference_logprobs.any())
 
 
+def written(sequences, log_probs, action_mask, versions, temperatures):
+    nothing = torch.zeros_like(log_probs)
+    scored = (nothing, nothing[:, 0], nothing, nothing)
+    masks = (torch.ones_like(sequences), action_mask)
+    return Experience(sequences, log_probs, *scored, *masks, policy_versions=versions, temperatures=temperatures)
+
+
 def test_the_gap_is_that_of_the_first_rows_and_of_response_tokens_only(llama):
     actor = llama().double()
     sequences = torch.randint(3, 11, (3, 5), generator=torch.Generator().manual_seed(0))
@@ -47,43 +54,30 @@ def test_the_gap_is_that_of_the_first_rows_and_of_response_tokens_only(llama):
     drawn_by[0, 1] += 0.5
     drawn_by[1, 2] += 9.0  # not a token of the response
     drawn_by[2, 0] += 9.0  # not a probed row
-    rollout = Rollout(
-        sequences=sequences,
-        attention_mask=attention_mask,
-        action_mask=action_mask,
-        rollout_log_probs=drawn_by,
-        is_cut=torch.ones(3, dtype=torch.bool),
-        token_versions=torch.zeros(3, 3, dtype=torch.long),
-    )
-    metrics = GapWatch().measure(actor, rollout, temperatures, version=0)
+    rollout = written(sequences, drawn_by, action_mask, torch.zeros(3, 3, dtype=torch.long), temperatures)
+    metrics = GapWatch().measure(actor, rollout, version=0)
     assert metrics["rollout/logprob_gap"].weight == 4
     assert metrics["rollout/logprob_gap"].value == pytest.approx(0.5 / 4, abs=1e-6)
     assert metrics["rollout/logprob_gap_max"].value == pytest.approx(0.5, abs=1e-6)
     nothing = dataclasses.replace(rollout, action_mask=torch.zeros_like(action_mask))
-    assert GapWatch().measure(actor, nothing, temperatures, version=0) == {}
+    assert GapWatch().measure(actor, nothing, version=0) == {}
 
 
 def test_an_engine_that_is_further_off_than_rounding_is_named_once(llama, caplog):
     actor = llama()
     sequences = torch.randint(3, 11, (3, 5), generator=torch.Generator().manual_seed(0))
     exact, _ = action_logprobs(actor, sequences, None, 3)
-    rollout = Rollout(
-        sequences=sequences,
-        attention_mask=torch.ones_like(sequences),
-        action_mask=torch.ones(3, 3, dtype=torch.bool),
-        rollout_log_probs=exact.detach(),
-        is_cut=torch.ones(3, dtype=torch.bool),
-        token_versions=torch.full((3, 3), 7),
-    )
-    watch, ones = GapWatch(), torch.ones(3)
-    assert watch.measure(actor, rollout, ones, version=7)["rollout/logprob_gap_max"].value < 1e-5
+    ones = torch.ones(3, 3, dtype=torch.bool)
+    rollout = written(sequences, exact.detach(), ones, torch.full((3, 3), 7), torch.ones(3))
+    watch = GapWatch()
+    assert watch.measure(actor, rollout, version=7)["rollout/logprob_gap_max"].value < 1e-5
     assert not caplog.records
-    wrong = dataclasses.replace(rollout, rollout_log_probs=exact.detach() - 0.01)
-    assert watch.measure(actor, wrong, ones, version=7) == {}, "once for each version"
+    wrong = dataclasses.replace(rollout, action_log_probs=exact.detach() - 0.01)
+    assert watch.measure(actor, wrong, version=7) == {}, "once for each version"
     for version in (8, 9):
-        written = dataclasses.replace(wrong, token_versions=torch.full((3, 3), version))
-        gap = watch.measure(actor, written, ones, version=version)["rollout/logprob_gap"]
+        newer = dataclasses.replace(wrong, policy_versions=torch.full((3, 3), version))
+        gap = watch.measure(actor, newer, version=version)["rollout/logprob_gap"]
         assert gap.value == pytest.approx(0.01, abs=1e-5)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "log-probs" in caplog.text
-    assert watch.measure(actor, wrong, ones, version=10) == {}, "older weights wrote them"
+    assert watch.measure(actor, wrong, version=10) == {}, "older weights wrote them"

@@ -87,7 +87,7 @@ def written(engine, rows, ids, *, more=0, limit=LIMIT):
     return [
         (tokens[is_real].tolist(), log_probs[is_real].tolist())
         for tokens, log_probs, is_real in zip(
-            rollout.sequences[:, width:], rollout.rollout_log_probs, rollout.action_mask, strict=True
+            rollout.sequences[:, width:], rollout.action_log_probs, rollout.action_mask, strict=True
         )
     ]
 

@@ -68,13 +68,13 @@ def test_tokens_before_the_switch_are_the_old_models_and_versions_say_so(actors)
     actor = copy.deepcopy(old)
     mixed = generate(actor, version=6, between_tokens=switch_after(actor, new, 3, 6))
     assert torch.equal(mixed.sequences[:, :7], of_old.sequences[:, :7])
-    assert torch.equal(mixed.rollout_log_probs[:, :3], of_old.rollout_log_probs[:, :3])
-    assert mixed.token_versions.tolist() == [[6, 6, 6, 7, 7, 7, 7, 7]] * 3
-    assert not torch.equal(mixed.rollout_log_probs[:, 3:], of_old.rollout_log_probs[:, 3:])
+    assert torch.equal(mixed.action_log_probs[:, :3], of_old.action_log_probs[:, :3])
+    assert mixed.policy_versions.tolist() == [[6, 6, 6, 7, 7, 7, 7, 7]] * 3
+    assert not torch.equal(mixed.action_log_probs[:, 3:], of_old.action_log_probs[:, 3:])
 
 
 def test_without_a_pause_one_version_wrote_everything(actors):
-    assert generate(actors[0], version=4).token_versions.eq(4).all()
+    assert generate(actors[0], version=4).policy_versions.eq(4).all()
 
 
 def update_to(actor, version):

@@ -158,4 +158,4 @@ def test_the_engine_writes_what_the_reference_writes(family, num_prompts, do_sam
     monkeypatch.setattr(decoder, "operations_for", lambda _, geometry: TritonOperations(geometry))
     ours, theirs = generate(NativeEngine(model), request), generate(ReferenceEngine(model), request)
     assert ours.sequences.tolist() == theirs.sequences.tolist()
-    torch.testing.assert_close(ours.rollout_log_probs, theirs.rollout_log_probs, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.action_log_probs, theirs.action_log_probs, atol=1e-4, rtol=1e-4)

@@ -10,7 +10,7 @@ from transformers import StoppingCriteria
 from coati.models import Actor, action_logprobs
 from coati.models.lora import LoRASettings
 from coati.randomness import keyed_uniforms
-from coati.rollout import GenerateOptions, ReferenceEngine, Rollout, RolloutRequest
+from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
 from coati.rollout import generate as generate_with
 from coati.rollout.sampling import inverse_cdf
 
@@ -40,7 +40,7 @@ def generate(model, prompts=PROMPTS, *, sample_ids=None, seed=0, max_new_tokens=
     )
 
 
-def responses(rollout: Rollout):
+def responses(rollout):
     """The real response tokens of each row."""
     num_actions = rollout.action_mask.shape[1]
     return [
@@ -182,7 +182,7 @@ def test_log_probs_are_those_before_the_cut(llama):
     model = llama()
     rollout = generate(model, [PROMPTS[0]], max_new_tokens=1, top_k=1)
     expected = first_probabilities(model).max().log()
-    assert rollout.rollout_log_probs.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert rollout.action_log_probs.item() == pytest.approx(expected.item(), abs=1e-6)
     assert expected < -0.1  # after the cut it would be log 1
 
 
@@ -191,7 +191,7 @@ def test_log_probs_are_those_before_the_cut(llama):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"temperature": 1.5, "top_k": 4}, {"do_sample": False}])
-def test_rollout_log_probs_are_those_of_scoring(request, family, options):
+def test_action_log_probs_are_those_of_scoring(request, family, options):
     model = request.getfixturevalue(family)(num_hidden_layers=2)
     rollout = generate(model, **options)
     temperature = options.get("temperature", 1.0)
@@ -204,7 +204,7 @@ def test_rollout_log_probs_are_those_of_scoring(request, family, options):
         temperatures=torch.full((4,), temperature),
     )
     torch.testing.assert_close(
-        rollout.rollout_log_probs, scored.detach().masked_fill(~rollout.action_mask, 0.0), atol=1e-5, rtol=0
+        rollout.action_log_probs, scored.detach().masked_fill(~rollout.action_mask, 0.0), atol=1e-5, rtol=0
     )
 
 
@@ -221,7 +221,7 @@ def test_extra_left_padding_changes_no_token(llama, gpt2):
     for model in (llama(), gpt2()):
         narrow, wide = generate(model), generate(model, width=9)
         assert responses(narrow) == responses(wide)
-        torch.testing.assert_close(narrow.rollout_log_probs, wide.rollout_log_probs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(narrow.action_log_probs, wide.action_log_probs, atol=1e-5, rtol=0)
 
 
 # Ends
@@ -241,8 +241,8 @@ def test_a_response_ends_with_its_first_end_of_sequence_token(llama, pad):
     assert all(text.index(2) == len(text) - 1 for text in texts)
     assert torch.equal(rollout.attention_mask[:, 3:], rollout.action_mask.long())
     assert (rollout.sequences[:, 3:][~rollout.action_mask] == pad).all()
-    assert (rollout.rollout_log_probs[~rollout.action_mask] == 0).all()
-    assert (rollout.rollout_log_probs[rollout.action_mask] < 0).all()
+    assert (rollout.action_log_probs[~rollout.action_mask] == 0).all()
+    assert (rollout.action_log_probs[rollout.action_mask] < 0).all()
 
 
 def test_the_padding_token_does_not_change_the_text(llama):
@@ -325,7 +325,7 @@ def test_a_row_that_fills_the_context_ends_beside_others_that_go_on(gpt2):
     assert torch.equal(rollout.sequences[:, :6], input_ids)
     assert rollout.action_mask.sum(dim=1).tolist() == [4, 2, 3]
     assert rollout.is_cut.all()
-    written_by = [row[mask].tolist() for row, mask in zip(rollout.token_versions, rollout.action_mask, strict=True)]
+    written_by = [row[mask].tolist() for row, mask in zip(rollout.policy_versions, rollout.action_mask, strict=True)]
     assert written_by == [[1, 2, 3, 4], [1, 2], [1, 2, 3]]
 
 
@@ -352,7 +352,7 @@ def test_saved_defaults_of_the_model_do_not_reshape_the_policy(llama):
     )
     rollout = generate(model)
     assert responses(rollout) == responses(clean)
-    assert torch.equal(rollout.rollout_log_probs, clean.rollout_log_probs)
+    assert torch.equal(rollout.action_log_probs, clean.action_log_probs)
     assert model.generation_config is saved
 
 
@@ -407,5 +407,5 @@ def test_an_actor_with_adapters_writes_as_the_model_it_wraps(llama):
 def test_generating_in_float64_or_bfloat16_gives_finite_log_probs(llama):
     for dtype in (torch.float64, torch.bfloat16):
         rollout = generate(llama().to(dtype))
-        assert rollout.rollout_log_probs.dtype == torch.float32
-        assert math.isfinite(rollout.rollout_log_probs.sum())
+        assert rollout.action_log_probs.dtype == torch.float32
+        assert math.isfinite(rollout.action_log_probs.sum())

@@ -109,7 +109,7 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(tokenizer, 
         count = first_stop(strings, pieces) or len(tokens)
         assert stopped.sequences[row, 3:][stopped.action_mask[row]].tolist() == tokens[:count]
         assert bool(stopped.is_cut[row]) == (bool(free.is_cut[row]) and first_stop(strings, pieces) is None)
-        torch.testing.assert_close(stopped.rollout_log_probs[row, :count], free.rollout_log_probs[row, :count])
+        torch.testing.assert_close(stopped.action_log_probs[row, :count], free.action_log_probs[row, :count])
         seen.add((first_stop(strings, pieces) is not None, bool(stopped.is_cut[row])))
     assert {(True, False), (False, True)} <= seen
 
