@@ -24,9 +24,8 @@ from coati.models.calls import context_length_of
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import load_prompts
 from coati.rewards import RewardScorer, build_reward
-from coati.trainer.modes import compile_blocks
 from coati.trainer.objective import load_loss
-from coati.trainer.ppo import PPOLearner
+from coati.trainer.ppo import PPOLearner, compile_blocks
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
 from coati.trainer.strategies.ranks import choose_device
 

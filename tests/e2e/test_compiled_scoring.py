@@ -10,8 +10,8 @@ from transformers import Qwen2Config
 from coati.experience_maker.scoring import score_with_models
 from coati.models import Actor, Critic, RewardModel, action_logprobs
 from coati.models.packing import PackedRows
-from coati.trainer.modes import checkpoint_activations, compile_blocks, set_learning_mode
-from coati.trainer.strategies.ddp import CastWeights
+from coati.trainer.ppo import checkpoint_activations, compile_blocks, set_learning_mode
+from coati.trainer.strategies.layouts import CastWeights
 
 CONFIG = Qwen2Config(
     hidden_size=16,

@@ -25,7 +25,7 @@ from coati.models.memory import whole_tensor
 from coati.models.value_head import packs
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
-from coati.trainer.strategies.sharded import ShardedStrategy
+from coati.trainer.strategies.layouts import ShardedStrategy
 
 VOCAB = 23
 NUM_STEPS = 3

@@ -4,6 +4,9 @@ import contextlib
 import dataclasses
 import gc
 import math
+import os
+import shlex
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from coati import faults
 from coati.algos.losses import PolicyLossOutput, adapted_coefficient, clipped_value_loss
@@ -21,12 +25,15 @@ from coati.errors import ConfigError
 from coati.experience import Experience
 from coati.gpu import device_errors_explained
 from coati.models import action_logprobs, action_values
+from coati.models.actor import unwrap
+from coati.models.packing import base_of
+from coati.models.value_head import ValueHeadModel
 from coati.trainer.batches import MicroBatch, PassSize, PassTooLarge, micro_batches
-from coati.trainer.modes import check_compiler, checkpoint_activations, compile_blocks, set_learning_mode
 from coati.trainer.objective import StepCounts, measure_off_policy, off_policy_metrics, policy_objective
 from coati.trainer.optim import make_optimizer
 from coati.trainer.steps import StepNumbers, TrainingHealth, explained_variance
 from coati.trainer.strategies import Strategy
+from coati.trainer.strategies.layouts import checkpoint_contexts, transformer_blocks
 
 
 class PPOLearner:
@@ -328,3 +335,46 @@ class PPOLearner:
                 ),
             }
         return metrics
+
+
+def set_learning_mode(model: nn.Module) -> None:
+    """Turn dropout off; layers that compute their activations twice do so only in training mode, and stay in it."""
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+            module.training = True
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Keep only the inputs of each transformer block; the backward pass computes the rest again."""
+    inner = unwrap(model)
+    base: Any = base_of(inner.body if isinstance(inner, ValueHeadModel) else inner)
+    if not getattr(base, "supports_gradient_checkpointing", False):
+        raise ConfigError(
+            f"activation_checkpointing needs transformers models that support it, got {type(base).__name__}. Leave it "
+            "out, or lower micro_batch_tokens to save memory."
+        )
+    base.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": checkpoint_contexts}
+    )
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each transformer block when it is first called, for any number of tokens; hooks around it stay."""
+    blocks = list(transformer_blocks(model))
+    if not blocks:
+        raise ConfigError(f"compile needs a model with two or more blocks, got {type(model).__name__}. Leave it out.")
+    for block in blocks:
+        block.compile(dynamic=True)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Refuse to compile without a compiler for what torch.compile writes: C++ for a CPU, for a GPU C around kernels."""
+    variable, usual = ("CC", ("gcc", "clang")) if device.type == "cuda" else ("CXX", ("g++", "clang++"))
+    named = shlex.split(os.environ.get(variable, ""))[:1]
+    if not any(map(shutil.which, named or usual)):
+        found = f"{variable} = {named[0]!r}, which is no program" if named else "none"
+        raise ConfigError(
+            f"train.compile needs {' or '.join(usual)}, or the compiler that {variable} names, on every machine of a "
+            f"trainer or maker, got {found}. Install one, or set train.compile to false."
+        )

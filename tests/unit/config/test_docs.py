@@ -14,7 +14,7 @@ from coati.cli.train import train
 from coati.config import RunSettings, load_config
 from coati.errors import ConfigError
 from coati.run_folder import open_run_folder
-from coati.trainer.modes import check_compiler
+from coati.trainer.ppo import check_compiler
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])

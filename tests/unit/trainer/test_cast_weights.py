@@ -11,9 +11,9 @@ from transformers import Qwen2Config
 
 from coati.models import Actor, Critic, LoRASettings, action_logprobs
 from coati.models.actor import Scoring, packed_scoring_problem
-from coati.trainer.modes import checkpoint_activations, set_learning_mode
+from coati.trainer.ppo import checkpoint_activations, set_learning_mode
 from coati.trainer.strategies import DDPStrategy
-from coati.trainer.strategies.ddp import CastWeights
+from coati.trainer.strategies.layouts import CastWeights
 
 CONFIG = Qwen2Config(
     vocab_size=31,

@@ -15,9 +15,8 @@ import coati.algos.logprobs
 from coati.errors import ConfigError
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic, LoRASettings
-from coati.trainer.modes import check_compiler, checkpoint_activations, compile_blocks
 from coati.trainer.optim import make_optimizer
-from coati.trainer.ppo import PPOLearner
+from coati.trainer.ppo import PPOLearner, check_compiler, checkpoint_activations, compile_blocks
 from coati.trainer.strategies import DDPStrategy
 
 VOCAB = 61

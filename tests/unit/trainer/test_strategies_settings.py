@@ -9,8 +9,8 @@ from torch import nn
 
 from coati.errors import ConfigError
 from coati.trainer.strategies import DDPStrategy, LowLevelZeroStrategy
+from coati.trainer.strategies.layouts import transformer_blocks
 from coati.trainer.strategies.ranks import RankInfo
-from coati.trainer.strategies.sharded import transformer_blocks
 
 FIVE = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "2950"}
 

@@ -1,7 +1,6 @@
 """Strategies: how models, gradients and optimizer state are laid out over ranks and devices."""
 
 from coati.trainer.strategies.base import Strategy
-from coati.trainer.strategies.ddp import DDPStrategy
-from coati.trainer.strategies.sharded import GeminiStrategy, LowLevelZeroStrategy
+from coati.trainer.strategies.layouts import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
 
 __all__ = ["DDPStrategy", "GeminiStrategy", "LowLevelZeroStrategy", "Strategy"]
