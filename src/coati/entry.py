@@ -171,8 +171,14 @@ def prepare(
     if resume is not None:
         settings = resumed_settings(Path(resume), overrides)
         check_incomplete(settings)
-    elif isinstance(config, RunSettings | Mapping):
-        settings = build_config(config.model_dump() if isinstance(config, RunSettings) else config, overrides)
+    elif isinstance(config, RunSettings):
+        sections = config.model_dump()
+        for one in sections["eval"]:
+            if one["reward"] == sections["reward"]:
+                del one["reward"]  # it follows the run's
+        settings = build_config(sections, overrides)
+    elif isinstance(config, Mapping):
+        settings = build_config(config, overrides)
     else:
         settings = load_config(Path(str(config)), overrides)
     check_sources(settings, has_reward=reward is not None)

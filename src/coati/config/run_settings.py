@@ -200,16 +200,15 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunSettings
 def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "") -> RunSettings:
     """Turn a table of sections into checked settings; `source` is named in errors, the rest is as in `load_config`."""
     sections = copy.deepcopy(dict(data))
-    for table in _tables(sections.get("eval")):
-        if "reward" in table and table["reward"] == sections.get("reward"):
-            del table["reward"]  # it follows the run's
     for override in overrides:
         _apply_override(sections, override)
     for name, field in RunSettings.model_fields.items():
         if field.is_required():
             sections.setdefault(name, {})  # so that the error names the settings that are missing
-    for table in _tables(sections.get("eval")):
-        _inherit(table, sections)
+    sets = sections.get("eval")
+    for table in sets if isinstance(sets, list | tuple) else ():
+        if isinstance(table, dict):
+            _inherit(table, sections)
     try:
         return RunSettings.model_validate(sections)
     except ValidationError as error:
@@ -218,11 +217,6 @@ def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, sour
     noun = "setting is" if len(problems) == 1 else "settings are"
     lines = "\n".join(f"  {problem}" for problem in problems)
     raise ConfigError(f"{len(problems)} {noun} wrong{where}:\n{lines}")
-
-
-def _tables(listed: Any) -> list[dict[str, Any]]:
-    """The tables in a list of tables; none where something else came."""
-    return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list | tuple) else []
 
 
 def _inherit(table: dict[str, Any], sections: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from coati import entry
 from coati.checks import preflight
 from coati.config import build_config, dump_config, load_config, plan_lines
 from coati.errors import ConfigError
@@ -28,6 +29,14 @@ def test_what_a_set_leaves_out_is_the_runs():
     assert one.metrics == ["avg@4", "pass@1", "pass@4"]
     (own,) = settings(reward={"function": "rewards:exact"}).eval
     assert (own.reward.function, list(own.reward.search_paths)) == ("rewards:exact", ["/here"])
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_the_reward_of_a_program_replaces_that_of_sets_which_follow_the_run(is_own, monkeypatch):
+    own = {"reward": {"function": "rewards:exact"}} if is_own else {}
+    monkeypatch.setattr(entry, "check_sources", lambda *_, **__: None)
+    config = entry.prepare(settings(**own), reward=lambda completions: [0.0] * len(completions))
+    assert (config.eval[0].reward == config.reward) == (not is_own)
 
 
 def test_a_dumped_file_means_the_same(tmp_path):
