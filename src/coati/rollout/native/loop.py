@@ -130,8 +130,7 @@ class NativeEngine:
             if self._alive:
                 self._run(num_steps, self._compact())
         if self._samples:
-            state = self._responses.state(self._slots, len(self._samples))
-            self._looks.append(Look(state, [one if one and one.place.pages else None for one in self._samples]))
+            self._look()
         looks_under_way = LOOKS_UNDER_WAY if self._is_captured else 1
         while self._looks and (len(self._looks) >= looks_under_way or self._steps_left <= 0):
             self._take_out(self._looks.popleft().ended())
@@ -219,8 +218,11 @@ class NativeEngine:
 
     def _free_some_pages(self, sample: Sample) -> None:
         """Free pages for this one: of what has ended; else of one that is kept, or of the youngest."""
-        if self._looks:
+        num_ended = len(self._ended)
+        self._look()  # one that was begun after the last look may have ended with its first token
+        while self._looks:
             self._take_out(self._looks.popleft().ended())
+        if len(self._ended) > num_ended:
             return
         having = [one for one in self._held if one.place.pages]
         if all(one.place is sample.place for one in having):
@@ -232,7 +234,7 @@ class NativeEngine:
         self._give_pages_up(max(having, key=lambda one: (one.is_over, one.place.born)))
 
     def _give_pages_up(self, sample: Sample) -> None:
-        """Let a sample wait without pages, to be read again later; no look is under way."""
+        """Let a sample that has not ended wait without pages, to be read again later; no look is under way."""
         place = sample.place
         self._release(sample)
         if not sample.is_over:
@@ -296,6 +298,11 @@ class NativeEngine:
         mine.positions[slots], mine.steps[slots] = positions + steps, steps + 1
         mine.stop_states[slots], mine.limits[slots] = states, limits
         mine.alive[slots] = ~is_end & (steps + 1 < limits)
+
+    def _look(self) -> None:
+        """Ask the device which samples have ended."""
+        state = self._responses.state(self._slots, len(self._samples))
+        self._looks.append(Look(state, [one if one and one.place.pages else None for one in self._samples]))
 
     def _take_out(self, ended: Sequence[Ended]) -> None:
         """Note the responses of samples that have ended, and free their slots."""
