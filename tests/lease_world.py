@@ -140,7 +140,7 @@ class World:
         maker.busy.discard((stream, lease))
         ledger = self.ledgers[stream]
         if self.rng.random() < self.drop_rate:
-            self.fates[lease.number] += ledger.drop(lease, "bad luck")
+            self.fates[lease.number] += ledger.drop(lease, "bad luck", now=self.now)
         elif ledger.deliver([lease], now=self.now):
             self.written[lease.number] = version
 

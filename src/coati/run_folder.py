@@ -71,7 +71,8 @@ def check_inputs_outside(config: RunSettings) -> None:
     """Raise ConfigError if the run reads something that lies in the folder that it replaces."""
     folder = config.output_folder
     for key, value in config.input_paths.items():
-        if Path(value).exists() and Path(value).resolve().is_relative_to(folder.resolve()):
+        is_search_path = key.endswith("]")  # the folder that a command was given in, which may be the run's
+        if not is_search_path and Path(value).exists() and Path(value).resolve().is_relative_to(folder.resolve()):
             raise ConfigError(
                 f"{key} {value!r} lies in run.output {str(folder)!r}, which the run replaces. "
                 "Choose another run.output."

@@ -258,7 +258,8 @@ def test_what_it_cannot_do_is_refused_where_it_is_asked_for():
         NativeEngine(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=29, n_positions=32)))
 
 
-def test_what_broken_weights_left_behind_is_not_seen_by_the_next_request():
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_what_broken_weights_left_behind_is_not_seen_by_the_next_request(is_cancelled):
     """Masked places of the cache are computed with: they must be numbers again."""
     model = make_model("llama").eval()
     engine = NativeEngine(model, num_slots=2)
@@ -274,8 +275,13 @@ def test_what_broken_weights_left_behind_is_not_seen_by_the_next_request():
     kept = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(float("nan"))
-    broken = generate(engine, request)
-    assert broken.action_log_probs.isnan().any()
+    if is_cancelled:
+        engine.submit(request)
+        engine.advance()
+        engine.advance()
+        engine.cancel(range(4))
+    else:
+        assert generate(engine, request).action_log_probs.isnan().any()
     with torch.no_grad():
         weight.copy_(kept)
     found = generate(engine, request)
@@ -459,6 +465,34 @@ def test_pages_that_run_out_lose_no_token(most_pages, monkeypatch):
         assert len(engine._cache._free) == engine._cache.num_pages - 1
         assert engine.room == 8
     assert given_up
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_a_sample_that_ends_with_its_first_token_does_not_give_its_pages_up(length, monkeypatch):
+    as_on_a_gpu(monkeypatch, most_pages=6)
+    model = make_model("llama")
+
+    def request(number, tokens, limit, **options):
+        ids = torch.tensor([tokens])
+        return RolloutRequest(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            sample_ids=torch.tensor([number]),
+            seed=1,
+            options=GenerateOptions.parse(**options),
+            max_new_tokens=limit,
+        )
+
+    first = generate(ReferenceEngine(model), request(1, [7] * length, 1, eos_token_id=[])).sequences[0, -1].item()
+    for others in (1, 2, 3):
+        engine, found = NativeEngine(model, num_slots=2), {}
+        engine.submit(request(0, [5] * others, 16, eos_token_id=[first]))
+        found.update((one.sample_id, one) for one in engine.advance())
+        engine.submit(request(1, [7] * length, 6, eos_token_id=[first]))  # pages run out in the pass that begins it
+        while engine.room < 2:
+            found.update((one.sample_id, one) for one in engine.advance())
+        assert found[1].tokens.tolist() == [first]
+        assert not found[1].is_cut
 
 
 def test_stop_strings_are_found_across_a_time_without_pages(monkeypatch):

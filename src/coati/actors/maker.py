@@ -164,8 +164,8 @@ class Maker(Worker):
 
     def progress(self) -> Progress:
         """Return where this maker stands."""
-        has_weights = self._served.wait_for_full_update(0.0)
-        return Progress(self._state, self._served.version, self._sender.num_delivered, has_weights=has_weights)
+        served = self._served
+        return Progress(self._state, served.version, self._sender.num_delivered, has_weights=served.is_synced)
 
     def _make_pipeline(self, maker: ExperienceMaker, generate_kwargs: dict[str, Any]) -> ExperiencePipeline:
         rollout = self._options.rollout

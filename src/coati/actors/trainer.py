@@ -54,7 +54,7 @@ class Trainer(Worker, ABC):
         self._seed = seed
         self.maker_names = tuple(experience_maker_holder_name_list)
         self._buffer = buffer or self.host.make_buffer(
-            train_batch_size, buffer_limit, maker_names=self.maker_names, grace_seconds=self.deadlines.grace_seconds
+            train_batch_size, buffer_limit, maker_names=self.maker_names, deadlines=self.deadlines
         )
         self._is_exhausted = False  # whether this fit has seen the last of its data
         self._num_batches = 0

@@ -14,6 +14,7 @@ from coati.cli.eval import evaluate
 from coati.cli.report import report
 from coati.cli.reward import check
 from coati.cli.train import EXIT_STOPPED, train
+from coati.counting import counted
 from coati.errors import CoatiError, RunStopped
 from coati.run_folder import MAX_MAKERS, ask_for_makers
 
@@ -57,7 +58,7 @@ def scale(
 ) -> None:
     """Change the number of makers of a running job. Its progress shows when they have joined or left."""
     ask_for_makers(folder, makers)
-    typer.echo(f"Asked the run in {folder} for {makers}.")
+    typer.echo(f"Asked the run in {folder} for {counted(makers, 'maker')}.")
 
 
 def main() -> None:

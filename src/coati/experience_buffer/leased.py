@@ -62,7 +62,7 @@ class LeasedBuffer(SampleBuffer):
             if not request.wanted:
                 self.last_progress = self._clock()
             for ending in request.endings:
-                self._ledger.drop(ending.lease, ending.reason, fate=ending.fate)
+                self._ledger.drop(ending.lease, ending.reason, fate=ending.fate, now=self._clock())
             return self._ledger.lease(
                 request.maker,
                 ask=request.number,

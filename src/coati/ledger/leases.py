@@ -74,7 +74,8 @@ class Ledger:
         self._in_order: list[int] = []  # on-policy: a heap of numbers that may not have been picked
         self._due: Counter[int] = Counter()  # samples open or delivered, by deadline
         self._answers: dict[str, tuple[tuple[int, int], list[Lease] | None]] = {}  # to the last request, by maker
-        self._paces = Paces(rules.group_size)
+        self._paces = Paces()
+        self._taken_back: dict[Lease, str] = {}  # from which maker, until that one has ended it too
 
     # What makers do
 
@@ -118,8 +119,10 @@ class Ledger:
     def deliver(self, leases: Collection[Lease], *, now: float) -> list[Lease]:
         """Take in groups that were made; returns those that are wanted. The others were fenced, or came before."""
         fresh = [lease for lease in leases if self._is_open(lease)]
-        if refused := [lease.number for lease in leases if lease not in fresh]:
-            self.events.append({"refuse": refused})
+        if refused := [lease for lease in leases if lease not in fresh]:
+            self.events.append({"refuse": [lease.number for lease in refused]})
+            for lease in refused:
+                self._end_late(lease, now, is_made=True)
         by_maker = Counter(self._works[lease.number].maker for lease in fresh)
         for maker, groups in by_maker.items():
             self._paces[maker].note_delivery(groups, self.rules.group_size, now)
@@ -127,17 +130,23 @@ class Ledger:
             self._change({"deliver": [lease.number for lease in fresh]})
         return fresh
 
-    def drop(self, lease: Lease, reason: str, *, fate: str = "drop") -> bool:
+    def drop(self, lease: Lease, reason: str, *, fate: str = "drop", now: float) -> bool:
         """End a lease for which nothing comes (`fate`: "drop" or "quarantine"); another takes its place."""
         if not self._is_open(lease):
+            self._end_late(lease, now, is_made=False)
             return False
-        self._paces[self._works[lease.number].maker].held -= self.rules.group_size
+        self._paces[self._works[lease.number].maker].hold(-self.rules.group_size, now)
         self._change({fate: [lease.number], "reason": reason})
         return True
 
     def _is_open(self, lease: Lease) -> bool:
         work = self._works.get(lease.number)
         return work is not None and work.state == "open" and work.epoch == lease.epoch
+
+    def _end_late(self, lease: Lease, now: float, *, is_made: bool) -> None:
+        """A maker has ended a lease that may have been taken back from it."""
+        if (maker := self._taken_back.pop(lease, None)) is not None:
+            self._paces[maker].note_late(self.rules.group_size, now, is_made=is_made)
 
     # What becomes of makers
 
@@ -149,6 +158,7 @@ class Ledger:
     def release(self, maker: str, reason: str) -> list[int]:
         """A maker is gone: its open leases are granted again, to others or to its successor."""
         self._paces.pop(maker, None)
+        self._taken_back = {lease: name for lease, name in self._taken_back.items() if name != maker}
         if maker in self._answers:  # what it asked before is not granted any more
             self._answers[maker] = self._answers[maker][0], None
         numbers = sorted(work.number for work in self._works.values() if work.state == "open" and work.maker == maker)
@@ -168,7 +178,8 @@ class Ledger:
             paces = (self._paces[name] for name in quicker.get(work.maker, ()))
             if (pace := next((pace for pace in paces if pace.room >= size), None)) is not None:
                 pace.room -= size
-                self._paces[work.maker].hold(-size, now)
+                self._paces[work.maker].note_taken_back(size, now)
+                self._taken_back[Lease(work.number, work.epoch)] = work.maker
                 numbers.append(work.number)
         if numbers:
             self._change({"return": numbers, "reason": "slow maker", "is_slow": True})

@@ -94,9 +94,10 @@ class Pace:
 
     since: float = 0.0  # when `held` last changed
     held: int = 0  # samples of its open leases
+    late: int = 0  # samples of leases that were taken back, which it may still be making
     room: int = 0  # samples that it asked for, if it got none: it has nothing else to do
     samples: float = 0.0  # delivered
-    seconds: float = 0.0  # for which it has held samples, added up over these
+    seconds: float = 0.0  # for which it has had samples, added up over these
 
     def hold(self, samples: int, now: float) -> None:
         """It holds so many more samples, or fewer."""
@@ -108,25 +109,36 @@ class Pace:
         self.hold(-groups * size, now)
         self.samples += groups * size
 
+    def note_taken_back(self, samples: int, now: float) -> None:
+        """So many samples are taken back from it. Until it ends them, they tell how quick it is like any other."""
+        self.hold(-samples, now)
+        self.late += samples
+
+    def note_late(self, samples: int, now: float, *, is_made: bool) -> None:
+        """It has ended samples that were taken back."""
+        self.hold(0, now)
+        self.late -= samples
+        self.samples += samples * is_made
+
     def note_request(self) -> None:
         """It has got leases."""
         self.samples, self.seconds = self.samples * _MEMORY, self.seconds * _MEMORY
 
-    def speed(self, now: float, *, more: int = 0) -> float:
-        """One over the seconds that it holds a sample on average; as if it had delivered so many `more`."""
+    def speed(self, now: float, *, at_best: bool = False) -> float:
+        """One over the seconds that it has a sample on average; `at_best`: as if it delivered all that it has now."""
+        more = self.held + self.late if at_best else 0
         return (self.samples + more) / max(1e-9, self._seconds(now))
 
     def _seconds(self, now: float) -> float:
-        return self.seconds + self.held * (now - self.since)
+        return self.seconds + (self.held + self.late) * (now - self.since)
 
 
 class Paces(dict[str, Pace]):
     """The paces of all makers of a trainer, by name, and how long its versions take. What follows from these
     measurements only moves work between makers."""
 
-    def __init__(self, group_size: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._group_size = group_size
         self._version_began: float | None = None
         self._seconds_per_version = 0.0
 
@@ -147,7 +159,7 @@ class Paces(dict[str, Pace]):
         pace = self[maker]
         if pace.held == 0 or not self._seconds_per_version:
             return True
-        speed = pace.speed(now, more=self._group_size)
+        speed = pace.speed(now, at_best=True)
         return speed * self._seconds_per_version * versions >= 1.0 or not self.quicker_than(maker, now)
 
     def quicker_than(self, maker: str, now: float) -> list[str]:
@@ -165,4 +177,4 @@ class Paces(dict[str, Pace]):
 
     def _slow_speed(self, maker: str, now: float) -> float:
         """The speed above which others are much quicker than this one."""
-        return _MUCH_QUICKER * self[maker].speed(now, more=self._group_size)
+        return _MUCH_QUICKER * self[maker].speed(now, at_best=True)

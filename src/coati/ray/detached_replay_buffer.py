@@ -16,6 +16,7 @@ from ray.util.queue import Empty, Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coati.batching import check_items, pad_items, split_experience_batch
+from coati.config import Deadlines
 from coati.errors import ConfigError, DeadlineExceeded, PeerDied, PeerUnavailable
 from coati.experience import BufferItem, Experience, ItemBundle
 from coati.experience_buffer.buffer import DEFAULT_WAIT_SECONDS, SLICE_SECONDS, SampleBuffer
@@ -76,6 +77,7 @@ class DetachedReplayBuffer(SampleBuffer):
             raise ConfigError(f"buffer limit must be 0 (no limit) or more batches, got {limit}.")
         super().__init__(sample_batch_size)
         self.limit = limit
+        self._room_seconds = DEFAULT_WAIT_SECONDS
         self._items: deque[BufferItem] = deque()  # that do not fill a batch
         self._queue = queue or BatchQueue()
         self._deliveries: deque[str] = deque(maxlen=_DELIVERIES_KEPT)
@@ -84,12 +86,13 @@ class DetachedReplayBuffer(SampleBuffer):
         """Split a batch into items and add them; blocks while the buffer is full."""
         self.extend(split_experience_batch(experience))
 
-    def extend(self, items: Sequence[BufferItem], *, timeout_seconds: float = DEFAULT_WAIT_SECONDS) -> None:
+    def extend(self, items: Sequence[BufferItem], *, timeout_seconds: float | None = None) -> None:
         """Add items, of deliveries that makers repeat once; blocks while the buffer is full.
 
         If any item is bad, or no room comes in time, none is added.
         """
         check_items(items)
+        timeout_seconds = self._room_seconds if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + timeout_seconds
         with self._lock:
             while (fresh := self._fresh(items)) and self.limit and self.get_length() >= self.limit:
@@ -161,14 +164,14 @@ class UnleasedBuffer(DetachedReplayBuffer):
         limit: int,
         *,
         maker_names: Sequence[str],
-        grace_seconds: float,
+        deadlines: Deadlines,
         peers: Peers,
         queue: BatchQueue | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(sample_batch_size, limit, queue=queue)
         self._maker_names = maker_names
-        self._grace_seconds = grace_seconds
+        self._room_seconds, self._grace_seconds = deadlines.batch_seconds, deadlines.grace_seconds
         self._peers = peers
         self._clock = clock
         self.begin_fit()

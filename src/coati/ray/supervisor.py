@@ -64,6 +64,7 @@ class Supervisor:
         """Whether training has begun. Before that, a death ends the run."""
         self.is_stopping = False
         """What becomes of makers does not matter any more."""
+        self._members = {*maker_names(self.wanted)}  # makers that the run counts on: they worked, or it began with them
         self._makers_due: dict[str, float] = {}  # when those that are gone may be started again
         self._trainers_due = 0.0
         self._start = StartingPoint()  # of the trainers that were started again
@@ -176,6 +177,8 @@ class Supervisor:
                     self._read(actor, call.result())
                 elif isinstance(call.exception(), PeerDied):  # with others its job fails too, and says why
                     actor.death = call.exception()
+                else:
+                    logger.debug("%s could not be read: %s", actor.name, call.exception())
         for maker in self.makers.values():
             if maker.death is None:
                 self._note_stall(maker)
@@ -296,6 +299,7 @@ class Supervisor:
     def _match_wanted(self) -> None:
         """Create makers that are missing, and have those leave that are too many."""
         names = maker_names(self.wanted)
+        self._members.intersection_update(names)
         for name in names:
             if name not in self.makers and time.monotonic() >= self._makers_due.get(name, 0.0):
                 self.makers[name] = RunActor(name, self._factory.create_maker(name))
@@ -311,6 +315,7 @@ class Supervisor:
         for maker in loaded:
             if maker.has_weights and maker.job is not None:
                 maker.state = "working"
+                self._members.add(maker.name)
         idle = [maker for maker in loaded if maker.job is None]
         if idle and self.has_begun:
             self._tell_trainers()
@@ -337,9 +342,10 @@ class Supervisor:
             for trainer in self.trainers.values():
                 trainer.begin("training", "fit", train.total_steps, train.update_steps, train.epochs)
 
-    def _is_joining(self, maker: RunActor) -> bool:
-        """Whether it is one more than the run began with, and has not begun to work: the run continues without it."""
-        return maker.state in ("loading", "loaded") and maker.number >= self._config.topology.makers
+    def _is_joining(self, actor: RunActor) -> bool:
+        """Whether it is a maker that has yet to begin its work in this run: the run continues without it."""
+        is_new = actor.name in self.makers and actor.name not in self._members
+        return is_new and actor.state in ("loading", "loaded")
 
     def _do_without(self, maker: RunActor, error: BaseException) -> None:
         self.wanted = min(self.wanted, maker.number)

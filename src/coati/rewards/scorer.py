@@ -152,7 +152,13 @@ class PendingScores:
             said = reward.score(request)
         except RewardFailed as error:
             said = [Verdict(error=str(error))] * len(rows)
-        said = [Verdict(score) for score in said.tolist()] if isinstance(said, Tensor) else said
+        if isinstance(said, Tensor):
+            said = [Verdict(score) for score in said.flatten().tolist()]
+        if len(said) != len(rows) or not all(isinstance(one, Verdict) for one in said):
+            raise RewardError(
+                f"Reward {reward.name!r} must return a tensor of {counted(len(rows), 'score')} or a Verdict for each "
+                f"sample, got {len(said)} of {type(said[0]).__name__ if len(said) else 'nothing'}."
+            )
         # As float32, in which 1e300 is infinite.
         scores = _scores(said).tolist()
         for row, verdict, score in zip(rows, said, scores, strict=True):

@@ -102,14 +102,13 @@ def join_responses(
 
     mask = torch.arange(int(lengths.max()), device=device) < lengths.unsqueeze(1)
     log_probs = padded("log_probs")
-    nothing = torch.zeros_like(log_probs)
     return Experience(
         sequences=torch.cat([input_ids, padded("tokens", pad_token)], dim=1),
         action_log_probs=log_probs,
-        values=nothing,
+        values=torch.zeros_like(log_probs),
         reward=log_probs.new_zeros(len(log_probs)),
-        kl=nothing,
-        advantages=nothing,
+        kl=torch.zeros_like(log_probs),
+        advantages=torch.zeros_like(log_probs),
         attention_mask=torch.cat([attention_mask, mask.to(attention_mask.dtype)], dim=1),
         action_mask=mask,
         sample_ids=torch.tensor([response.sample_id for response in responses], device=device),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from coati.algos.masked import MaskedMoments
-from coati.errors import DataError, TrainingDiverged
+from coati.errors import CheckpointError, DataError, TrainingDiverged
 from coati.experience import Experience
 from coati.models.memory import local_part
 from coati.trainer.strategies import Strategy
@@ -118,6 +118,12 @@ class TrainingHealth:
         self._models = models
         self._optimizers = optimizers
         self._strategy = strategy
+        broken = [label for label, model in models.items() if not _are_finite(model.parameters())]
+        if self._strategy.any_rank(bool(broken)):
+            raise CheckpointError(
+                "models to train must have finite weights, got NaN or infinity in the "
+                f"{' and the '.join(broken) or 'model of another rank'}. Use another copy of the model."
+            )
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -132,7 +138,7 @@ class TrainingHealth:
         """Count an optimizer step, and end training if it has made a weight NaN or infinite."""
         self.num_steps += 1
         self._num_skipped_in_a_row = 0
-        broken = [label for label, model in self._models.items() if not _are_finite(model)]
+        broken = [label for label, model in self._models.items() if not _are_finite(_trained(model))]
         if self._strategy.any_rank(bool(broken)):
             raise TrainingDiverged(
                 f"weights of the {' and the '.join(broken) or 'model, on another rank,'} are NaN or infinite after "
@@ -174,7 +180,11 @@ class TrainingHealth:
         )
 
 
-def _are_finite(model: nn.Module) -> bool:
-    """Whether no trained weight, or part of one that this rank holds, is NaN or infinite."""
-    held = [local_part(weight.detach()) for weight in model.parameters() if weight.requires_grad]
+def _trained(model: nn.Module) -> Iterable[nn.Parameter]:
+    return (weight for weight in model.parameters() if weight.requires_grad)
+
+
+def _are_finite(weights: Iterable[nn.Parameter]) -> bool:
+    """Whether no weight, of those or the part of those that this rank holds, is NaN or infinite."""
+    held = [local_part(weight.detach()) for weight in weights]
     return math.isfinite(nn.utils.get_total_norm([part for part in held if part.numel() > 0], math.inf))

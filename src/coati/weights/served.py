@@ -47,7 +47,7 @@ class ServedModels:
         self._pending: VerifiedUpdate | None = None
         self.version = self.incarnation = 0  # of the weights that serve now
         self.last_commit_seconds = 0.0  # how long the last commit kept the models busy
-        self._is_synced = False  # whether all weights have come from a sender
+        self.is_synced = False  # whether all weights have come from a sender
         self.timeline = Timeline()  # replaced by the owner's
 
     @property
@@ -120,7 +120,7 @@ class ServedModels:
     def wait_for_full_update(self, deadline_seconds: float) -> bool:
         """Wait for the first update of all modules; False after the deadline."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._is_synced, timeout=deadline_seconds)
+            return self._changed.wait_for(lambda: self.is_synced, timeout=deadline_seconds)
 
     def _check_fault(self) -> None:
         if self._fault is not None:
@@ -148,6 +148,6 @@ class ServedModels:
         states = {label: module.state_dict() for label, module in self.modules.items()}
         copy_all([states[label][name] for label, name in update.tensors], list(update.tensors.values()))
         if update.is_full:
-            self._fault, self._is_synced = None, True
+            self._fault, self.is_synced = None, True
         self.version = self.timeline.version = update.version
         self.incarnation = update.incarnation  # last: who reads it first never takes an old version for a new one

@@ -176,15 +176,49 @@ def test_a_maker_that_is_too_slow_for_the_bound_gets_one_group_at_a_time() -> No
     for _ in range(6):
         assert ledger.pick() is not None
     ledger.mark_trained(version=1)
-    ledger.note_version_time(
-        8.0
-    )  # with a bound of 1 a group has 16 seconds; it has held some for 32 without a delivery
-    assert ledger.lease("slow", ask=2, version=1, wanted=1, now=8.0) == []
-    ledger.lease("quick", ask=11, version=1, wanted=1, now=8.0)
-    assert ledger.take_back(now=8.0) == []
-    assert len(ledger.lease("new", ask=1, version=1, wanted=2, now=8.0)) == 2
+    ledger.note_version_time(8.0)  # with a bound of 1 a group has 16 seconds; it has had four for 20
+    assert ledger.lease("slow", ask=2, version=1, wanted=1, now=20.0) == []
+    ledger.lease("quick", ask=11, version=1, wanted=1, now=20.0)
+    assert ledger.take_back(now=20.0) == []
+    assert len(ledger.lease("new", ask=1, version=1, wanted=2, now=20.0)) == 2
     ledger.release("slow", "restarted")
-    assert len(ledger.lease("slow", ask=3, version=1, wanted=2, now=8.0)) == 2
+    assert len(ledger.lease("slow", ask=3, version=1, wanted=2, now=20.0)) == 2
+
+
+def test_a_maker_is_not_slow_because_another_delivers_first() -> None:
+    ledger = Ledger(LedgerRules(samples_per_version=8, total_samples=800, lead=1, max_staleness=1))
+    first = ledger.lease("first", ask=1, version=0, wanted=8, now=0.0)
+    second = ledger.lease("second", ask=1, version=0, wanted=8, now=0.0)
+    ledger.deliver(first[:4], now=1.0)
+    assert ledger.lease("first", ask=2, version=0, wanted=4, now=1.0) == []  # it has room
+    assert ledger.take_back(now=1.1) == []
+    ledger.deliver(first[4:], now=1.2)
+    assert ledger.take_back(now=1.5) == []
+    assert ledger.take_back(now=10.0) == [lease.number for lease in second[:4]]
+
+
+def test_what_a_maker_delivers_too_late_shows_that_it_is_quick() -> None:
+    ledger = Ledger(LedgerRules(samples_per_version=8, total_samples=800, lead=1, max_staleness=1))
+    first = ledger.lease("first", ask=1, version=0, wanted=8, now=0.0)
+    second = ledger.lease("second", ask=1, version=0, wanted=8, now=0.0)
+    ledger.deliver(first, now=1.0)
+    assert ledger.lease("first", ask=2, version=0, wanted=8, now=1.0) == []
+    assert ledger.take_back(now=2.5) == [lease.number for lease in second]
+    assert ledger.deliver(second, now=2.5) == []
+    for version in range(1, 20):
+        now = 2.5 + version
+        while ledger.num_picked < 8 * version:
+            if ledger.pick() is None:
+                for maker in ("first", "second"):
+                    ask = 10 * version + (maker == "first")
+                    leases = ledger.lease(maker, ask=ask, version=version - 1, wanted=8, now=now - 1.0)
+                    ledger.deliver(leases, now=now)
+        ledger.mark_trained(version)
+        ledger.note_version_time(now)
+    granted = dict.fromkeys(("first", "second"), 0)
+    for event in ledger.events:
+        granted[event.get("maker", "first")] += len(event.get("grant", ()))
+    assert granted["second"] > 0.4 * granted["first"]
 
 
 def test_a_maker_that_began_slowly_gets_all_it_asks_for_if_none_is_quicker() -> None:

@@ -10,6 +10,7 @@ from thread_peers import PATIENCE, LocalQueue
 from tiny import experience, item, items
 
 from coati.batching import make_experience_batch
+from coati.config import Deadlines
 from coati.errors import ConfigError, DataError, DeadlineExceeded
 from coati.experience import EXPERIENCE_FIELDS
 from coati.peers import LocalPeers
@@ -24,7 +25,7 @@ def make_buffer():
 @pytest.fixture
 def unleased():
     """A full buffer with room for one batch of one sample."""
-    options = {"maker_names": [], "grace_seconds": 5.0, "peers": LocalPeers()}
+    options = {"maker_names": [], "deadlines": Deadlines(), "peers": LocalPeers()}
     buffer = UnleasedBuffer(1, 1, **options, queue=LocalQueue())
     buffer.extend(delivery("first", 0))
     return buffer
@@ -200,3 +201,11 @@ def test_concurrent_producers_lose_and_repeat_nothing(make_buffer):
 def test_impossible_sizes_are_refused(arguments, rule):
     with pytest.raises(ConfigError, match=rule):
         DetachedReplayBuffer(*arguments)
+
+
+def test_the_wait_for_room_in_a_run_is_that_of_a_batch():
+    deadlines = Deadlines(batch_seconds=0.01)
+    buffer = UnleasedBuffer(1, 1, maker_names=[], deadlines=deadlines, peers=LocalPeers(), queue=LocalQueue())
+    buffer.extend(delivery("first", 0))
+    with pytest.raises(DeadlineExceeded, match=r"0\.01 s"):
+        buffer.extend(delivery("second", 1))

@@ -342,6 +342,33 @@ def test_the_dead_are_replaced_if_they_are_still_wanted(wanted):
     stage.check_consistent()
 
 
+def test_a_maker_that_joined_and_worked_is_replaced_like_the_first_ones(stage):
+    stage.scale_to(3)
+    stage.die("maker-1")
+    stage.host.on_start = lambda name: stage.peers.kill(name)
+    CLOCK.now += 5.0
+    stage.until(lambda: stage.restarts.counts["makers"] == 2)  # its successor died too, while it loaded
+    stage.host.on_start = lambda name: None
+    CLOCK.now += 60.0
+    stage.until(lambda: not stage.crew.message)
+    assert stage.alive == ["maker-0", "maker-1", "maker-2"]
+    stage.check_consistent()
+
+
+def test_a_maker_that_left_and_finds_no_room_to_come_back_costs_no_restart():
+    stage = Stage(makers=2)
+    stage.scale_to(1)
+    stage.host.on_start = lambda name: stage.peers.hold(name, "report")
+    stage.crew.wanted = 2
+    CLOCK.now += 1.0  # its name is free again
+    stage.turn()
+    CLOCK.now += 400.0
+    stage.until(lambda: not stage.crew.message)
+    assert stage.alive == ["maker-0"]
+    assert stage.crew.wanted == 1
+    assert stage.restarts.counts["makers"] == 0
+
+
 def test_a_successor_that_still_loads_leaves_at_once(stage):
     stage.scale_to(2)
     stage.host.on_start = lambda name: stage.peers.hold(name, "report")

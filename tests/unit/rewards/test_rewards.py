@@ -549,3 +549,15 @@ def test_a_scorer_can_be_copied_while_a_call_is_under_way():
 def test_the_scorer_says_what_it_needs():
     with pytest.raises(ConfigError, match="FunctionReward"):
         RewardScorer(lambda completions: [], make_tokenizer())
+
+
+@pytest.mark.parametrize("said", [torch.zeros(3), [1.0, 2.0], []], ids=["a score too many", "plain numbers", "nothing"])
+def test_a_reward_of_ones_own_that_returns_something_else_is_named(said):
+    class Own(Reward):
+        name = "own"
+
+        def score(self, _request):
+            return said
+
+    with pytest.raises(RewardError, match=r"'own'.*2 scores"):
+        tiny.ask(Own(), request_of("a", "b"))

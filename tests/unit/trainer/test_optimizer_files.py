@@ -104,6 +104,15 @@ def test_what_was_saved_comes_back_to_the_bit(saved):
     assert_same_state(state_of(optimizer), state_of(make_optimizer(1)))
 
 
+def test_state_that_was_wrong_before_it_was_saved_is_no_state(tmp_path):
+    optimizer = make_optimizer(1)
+    optimizer.state[optimizer.param_groups[0]["params"][1]]["exp_avg_sq"] = torch.zeros(1)
+    strategy = DDPStrategy(device="cpu")
+    strategy.save_optimizer(optimizer, tmp_path / "optimizer")
+    with pytest.raises(CheckpointError, match=r"1\.exp_avg_sq must have the shape of its parameter, \[2\], got \[1\]"):
+        strategy.load_optimizer(make_optimizer(2), tmp_path / "optimizer")
+
+
 def test_a_file_of_another_format_is_refused(saved):
     change_json(lambda settings: {**settings, "format": 1})(saved)
     (saved / "manifest.json").unlink()

@@ -310,10 +310,14 @@ def test_weights_that_a_step_made_infinite_end_training():
         learner.step(make_batch())
 
 
-def test_a_model_with_a_broken_weight_is_not_saved(tmp_path):
-    broken, _ = tiny_models()
+@pytest.mark.parametrize("label", ["actor", "critic"])
+def test_a_model_with_a_broken_weight_is_neither_trained_nor_saved(label, tmp_path):
+    actor, critic = tiny_models()
+    broken = {"actor": actor, "critic": critic}[label]
     name, weight = next(iter(broken.named_parameters()))
     weight.requires_grad_(False).view(-1)[3] = math.nan  # frozen weights count too
+    with pytest.raises(CheckpointError, match=f"the {label}"):
+        make_learner(models=(actor, critic))
     with pytest.raises(CheckpointError, match=name):
         DDPStrategy(device="cpu").save_model(broken, tmp_path / "model")
     assert not list(tmp_path.iterdir())

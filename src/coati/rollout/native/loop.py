@@ -1,16 +1,13 @@
 """The native engine's loop: continuous batching over slots, with as little of the host as possible.
 
-Everything a step needs lies in tensors of fixed size and place: the slots' tokens, positions and pages, the draws, what
-has been written. So a whole step (model, sampling, log-prob, stop check, bookkeeping) can be captured as a CUDA graph
-and replayed without the host, which learns only every few tokens which samples have ended, and a few tokens late: the
-device never waits for it. A slot whose sample has ended computes into a row that is never read until the host learns of
-it. Then it takes the next prompt, of whatever request; or, when none waits, the living slots are moved together and
-fewer are computed. A response has a row of its own, which does not move, and neither do keys and values.
+Everything a step needs lies in tensors of fixed size and place, so a whole step can be captured as a CUDA graph and
+replayed without the host, which learns every few tokens, and a few tokens late, which samples have ended: the device
+never waits for it. Until then the slot of a sample that has ended computes into a row that is never read. Then it takes
+the next prompt, of whatever request; or, when none waits, the living slots are moved together and fewer are computed.
+A response has a row of its own, which does not move, and neither do keys and values.
 
 Where pages run out, the youngest sample gives its pages up. When there are enough again it is read again, and written
-on from where it was, by the same draws.
-
-On a CPU the same steps run without a graph, and the host looks after every token.
+on from where it was, by the same draws. On a CPU steps run without a graph, and the host looks after every token.
 """
 
 import itertools
@@ -32,8 +29,7 @@ from coati.rollout.native.reading import passes, reading_of
 from coati.rollout.native.slots import Ended, Look, Place, Responses, Slots, TokenRules, on_device
 
 DEFAULT_SLOTS = 256
-# Tokens between two looks of the host at a GPU, and how many looks it has under way at most. A sample that has ended
-# wastes about as many steps of its slot as the two make together; more, if others are admitted meanwhile.
+# Tokens between two looks of the host at a GPU, and how many looks it has under way at most.
 STEPS_PER_LOOK = 4
 LOOKS_UNDER_WAY = 2
 # Positions of a page on a GPU.
@@ -166,9 +162,9 @@ class NativeEngine:
         for sample in self._held:
             if sample.id in gone:
                 self._kept.pop(sample.id, None)
+                self._note_broken(sample)
+                self._responses.log_probs[sample.place.row] = 0
                 self._free(sample)
-
-    # Pages
 
     def _make_room(self) -> None:
         """Have buffers for the longest texts that wait."""
@@ -228,18 +224,24 @@ class NativeEngine:
         if all(one.place is sample.place for one in having):
             raise OutOfMemory(
                 f"A prompt of {len(sample.tokens)} tokens and a response of up to {sample.limit} do not fit into "
-                f"{self._cache.num_pages - 1} pages of {self._cache.page_size} tokens, half of the GPU's free memory. "
-                "Use a smaller rollout.max_new_tokens, or a GPU with more memory."
+                f"{max(0, self._cache.num_pages - 1)} pages of {self._cache.page_size} tokens, half of the GPU's free "
+                "memory. Use a smaller rollout.max_new_tokens, or a GPU with more memory."
             )
         self._give_pages_up(max(having, key=lambda one: (one.is_over, one.place.born)))
 
     def _give_pages_up(self, sample: Sample) -> None:
-        """Let a sample that has not ended wait without pages, to be read again later; no look is under way."""
+        """Let a sample that has not ended wait without pages, to be read again later."""
         place = sample.place
+        self._note_broken(sample)
         self._release(sample)
         if not sample.is_over:
             place.written = self._responses.tokens[place.row, : self._slots.steps[place.slot]].tolist()
             self._waiting.appendleft(sample)
+
+    def _note_broken(self, sample: Sample) -> None:
+        """Note whether broken weights have written into the pages of a sample, if it is not known yet."""
+        place = sample.place
+        place.is_finite = place.is_finite and bool(self._responses.log_probs[place.row].isfinite().all())
 
     def _release(self, sample: Sample) -> None:
         """Take the pages of a sample back, and stop its slot."""
@@ -300,7 +302,6 @@ class NativeEngine:
         mine.alive[slots] = ~is_end & (steps + 1 < limits)
 
     def _look(self) -> None:
-        """Ask the device which samples have ended."""
         state = self._responses.state(self._slots, len(self._samples))
         self._looks.append(Look(state, [one if one and one.place.pages else None for one in self._samples]))
 
@@ -326,8 +327,6 @@ class NativeEngine:
         self._release(sample)
         sample.is_over, self._samples[sample.place.slot] = True, None
         self._free_rows.append(sample.place.row)
-
-    # Steps
 
     def _find_weights(self) -> None:
         if self._is_captured:

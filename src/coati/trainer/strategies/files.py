@@ -292,6 +292,11 @@ def read_optimizer(optimizer: Optimizer, path: Path) -> dict[str, Any]:
             value = value.clone()  # out of the file, which stays mapped otherwise
             if value.shape == parameter.shape:
                 value = laid_out_like(value, parameter)
+            elif isinstance(optimizer, Adam) and key != "step":
+                raise CheckpointError(  # a fused step would read beyond its end
+                    f"{path}: {name} must have the shape of its parameter, {list(parameter.shape)}, got "
+                    f"{list(value.shape)}. It was wrong when it was saved: use another checkpoint. Nothing was loaded."
+                )
         state.setdefault(int(index), {})[key] = value
     return {"state": dict(sorted(state.items())), "param_groups": settings["groups"]}
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from thread_peers import LocalQueue
 
+from coati.config import Deadlines
 from coati.errors import PeerDied
 from coati.peers import Peer, Peers, remote_error
 from coati.ray import detached_replay_buffer
@@ -64,7 +65,13 @@ class Story:
         self.num_asked = 0
         self.states = dict.fromkeys(existing, "working")
         self.buffer = UnleasedBuffer(
-            1, 0, maker_names=names, grace_seconds=5.0, peers=Makers(self), queue=LocalQueue(), clock=lambda: self.now
+            1,
+            0,
+            maker_names=names,
+            deadlines=Deadlines(grace_seconds=5.0),
+            peers=Makers(self),
+            queue=LocalQueue(),
+            clock=lambda: self.now,
         )
         self.states |= dict.fromkeys(names, "working")
 
