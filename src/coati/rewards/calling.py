@@ -231,7 +231,7 @@ def _imported(name: str, search_paths: Sequence[Path]) -> Callable[..., Any]:
             raise AttributeError(f"it has no function {attribute!r}, but {', '.join(own) or 'none'}")
     except Exception as error:  # a module may raise anything
         raise ConfigError(
-            f"Reward function {name!r} cannot be loaded from {where or ', '.join(paths) or 'the installed packages'}: "
+            f"Function {name!r} cannot be loaded from {where or ', '.join(paths) or 'the installed packages'}: "
             f"{type(error).__name__}: {error}. Check the name and reward.search_paths."
         ) from error
     finally:

@@ -104,6 +104,10 @@ def _surrogate(part: Experience, mask: Tensor, algorithm: AlgorithmSettings) -> 
     return known[algorithm.loss_row.surrogate]()
 
 
+LOSS_TENSORS = ("logprobs", "log_ratio", "advantages", "mask", "behavior_logprobs", "rewards")
+"""What a loss of one's own can get."""
+
+
 def own_surrogate(name: str, part: Experience, mask: Tensor) -> Surrogate:
     """Make a surrogate of the function "module:name", which takes tensors by their names: see docs/algorithms.md."""
     function = load_loss(name)
@@ -128,9 +132,16 @@ def own_surrogate(name: str, part: Experience, mask: Tensor) -> Surrogate:
 def load_loss(name: str, search_paths: tuple[Path, ...] = ()) -> Callable[..., Any]:
     """Import the loss that "module:function" names; a second time, the name alone will do."""
     try:
-        return load_reward_function(name, search_paths)
+        function = load_reward_function(name, search_paths)
     except ConfigError as error:
         raise ConfigError(f"algorithm.loss: {error}") from None
+    needed = [one for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+    if unknown := [one.name for one in needed if one.kind is not one.VAR_KEYWORD and one.name not in LOSS_TENSORS]:
+        raise ConfigError(
+            f"algorithm.loss {name!r} needs {unknown[0]!r}, but a loss gets {', '.join(LOSS_TENSORS)}, by name. Rename "
+            "the parameter, or give it a default."
+        )
+    return function
 
 
 def token_weights(part: Experience, algorithm: AlgorithmSettings) -> Tensor:

@@ -251,7 +251,7 @@ def test_a_loss_beside_the_settings_is_found_by_name_once_it_was_loaded(tmp_path
     ("name", "error", "message"),
     [
         ("mean_loss", DataError, "loss of each token"),
-        ("unknown_name", TypeError, "'weights'"),
+        ("unknown_name", ConfigError, "'weights'"),
         ("missing", ConfigError, "missing"),
     ],
 )
