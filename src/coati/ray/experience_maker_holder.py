@@ -1,5 +1,6 @@
 """The contract's maker: `coati.actors.maker` in a Ray actor."""
 
+from coati.actors.host import Report
 from coati.actors.maker import Maker
 from coati.ray.environment import ActorHost, remote, run_in_groups
 
@@ -8,6 +9,10 @@ class MakerHolder(Maker):
     """The class behind the actor `ExperienceMakerHolder`, to subclass; `Maker` says what it takes."""
 
     host_class = ActorHost
+
+    def report(self, record_cursor: int = 0, span_cursor: int = 0) -> Report:
+        """As a trainer does, but in a group of its own, which is noted on the method."""
+        return super().report(record_cursor, span_cursor)
 
 
 run_in_groups(

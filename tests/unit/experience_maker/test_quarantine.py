@@ -72,9 +72,9 @@ class Rig:
         self.buffer = LeasedBuffer(RULES, 8, clock=lambda: 0.0)
         self.fates = []
         drop = self.buffer._ledger.drop
-        self.buffer._ledger.drop = lambda lease, reason, fate: (
+        self.buffer._ledger.drop = lambda lease, reason, *, fate, now: (
             self.fates.append((lease.number, fate, reason)),
-            drop(lease, reason, fate=fate),
+            drop(lease, reason, fate=fate, now=now),
         )
         self.prompts = LeasedPrompts(Prompts(), ["t"], RULES, served, peers=LocalPeers(t=self.buffer), maker="m")
 

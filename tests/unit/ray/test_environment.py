@@ -8,6 +8,8 @@ from ray.exceptions import ActorDiedError, ActorDiedErrorContext, RayActorError
 
 from coati.actors.host import apply_env_info
 from coati.errors import ConfigError
+from coati.ray.detached_trainer_base import DetachedTrainer
+from coati.ray.experience_maker_holder import MakerHolder
 from coati.ray.peers import death_reason
 
 
@@ -64,3 +66,8 @@ def test_an_actor_that_died_has_a_reason(said, reason):
 def test_the_reason_of_a_constructor_is_what_it_raised_with_all_its_lines():
     text = "in its creation task\n  File 'a.py', line 1\n    fail()\ncoati.errors.ConfigError: 2 are wrong:\n  a\n  b"
     assert death_reason(RayActorError(error_msg=text)) == "2 are wrong: a b"
+
+
+def test_the_groups_of_makers_are_not_those_of_trainers():
+    assert MakerHolder.report.__ray_concurrency_group__ == "experience_io"
+    assert not hasattr(DetachedTrainer.report, "__ray_concurrency_group__")
