@@ -49,9 +49,10 @@ class PagedCache:
         """Have at least so many pages, page 0 among them, of at least so many positions."""
         num_pages, page_size = max(num_pages, self.num_pages), max(page_size, self.page_size)
         for tensors in (self.keys, self.values):
-            for index, (_, num_heads, _, head_dim) in enumerate([tensor.shape for tensor in tensors]):
-                shape = (num_pages, num_heads, page_size, head_dim)
-                if tensors[index].shape != shape:  # an attempt that ran out of memory may have come this far
+            for index, (pages, num_heads, size, head_dim) in enumerate([tensor.shape for tensor in tensors]):
+                # an attempt that ran out of memory may have come this far, and further
+                shape = (max(pages, num_pages), num_heads, max(size, page_size), head_dim)
+                if tensors[index].shape != shape:
                     tensors[index] = enlarged(tensors[index], *shape)
         for page in range(max(1, self.num_pages), num_pages):
             heapq.heappush(self._free, page)

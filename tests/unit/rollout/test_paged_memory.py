@@ -1,0 +1,32 @@
+"""The paged cache's memory, without a model."""
+
+import pytest
+import torch
+
+from coati.rollout.native import cache as module
+from coati.rollout.native.cache import PagedCache
+
+
+def test_a_cache_that_ran_out_of_memory_half_way_is_usable_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = PagedCache(num_layers=2, num_heads=1, head_dim=2, like=torch.zeros(1))
+    cache.enlarge(3, 4)
+    cache.keys[0][1] = 7.0
+    enlarged, done = module.enlarged, []
+
+    def scarce(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+        if done:
+            raise torch.OutOfMemoryError("one was all there was")
+        done.append(shape)
+        return enlarged(tensor, *shape)
+
+    monkeypatch.setattr(module, "enlarged", scarce)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.enlarge(8, 4)
+    monkeypatch.undo()
+
+    cache.enlarge(3, 4)  # what there is already
+    assert cache.has_free(2)
+    assert not cache.has_free(3)
+    cache.enlarge(5, 4)
+    assert min(len(tensor) for tensor in cache.tensors()) == 5
+    assert cache.keys[0][1].eq(7.0).all()
