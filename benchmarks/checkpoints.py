@@ -24,8 +24,8 @@ from train_step import TINY, Case, Shape, make_batch, make_learner
 
 from coati.cli.train import quiet_libraries
 from coati.config import TrainSettings
-from coati.cpu import set_up_cpu
 from coati.demo.base_model import build_tokenizer
+from coati.devices import set_up_cpu
 from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.ppo import PPOLearner
 

@@ -16,7 +16,7 @@ nothing is written beside it, so it is quicker.
     coati-vllm    coati-ppo whose maker generates with vLLM (vLLM must be installed; GPU only)
     trl-vllm      TRL's GRPOTrainer with vLLM in its process, log-probs returned (TRL and vLLM must be; GPU only)
     trl-grpo      TRL's GRPOTrainer with transformers' generate and the same KL term (TRL must be installed)
-    trl-tuned     the same after `coati.cpu.set_up_cpu`, which helps every torch program on some CPUs (CPU only)
+    trl-tuned     the same after `coati.devices.set_up_cpu`, which helps every torch program on some CPUs (CPU only)
     trl-compiled  the same as trl-grpo with its `torch_compile`, as coati has `train.compile` there (GPU only)
     trl-ahead     trl-grpo that writes two batches at a time and trains on them one after the other (GPU only)
 
@@ -368,8 +368,8 @@ def run_trl(arguments: argparse.Namespace) -> tuple[float, float]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from coati.cpu import set_up_cpu
     from coati.demo.reward import film_sentiment
+    from coati.devices import set_up_cpu
 
     is_gpu, uses_vllm = arguments.device == "cuda", arguments.only == "trl-vllm"
     if not is_gpu and arguments.only == "trl-tuned":

@@ -9,7 +9,7 @@ from sentences import is_grammatical
 
 from coati import build
 from coati.config import AlgorithmSettings, RunSettings
-from coati.cpu import set_up_cpu
+from coati.devices import set_up_cpu
 from coati.experience_maker import NaiveExperienceMaker
 from coati.models import Actor
 from coati.rewards.base import decode_completions, decode_prompts

@@ -38,7 +38,7 @@ from checked import one_or_more
 
 from coati.actors.options import TrainerOptions
 from coati.config import Deadlines, TopologySettings, TrainSettings
-from coati.cpu import set_up_cpu
+from coati.devices import set_up_cpu
 from coati.experience import BufferItem, Experience
 from coati.experience_maker import ExperienceMaker
 from coati.experience_maker.base import MakerBatch

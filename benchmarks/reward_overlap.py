@@ -33,7 +33,7 @@ from detached_runs import Workload
 from overlap import HALF_BILLION
 from transformers import AutoTokenizer
 
-from coati.cpu import set_up_cpu
+from coati.devices import set_up_cpu
 from coati.experience import BufferItem
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.base import MakerBatch

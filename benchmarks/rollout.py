@@ -6,7 +6,7 @@
         --new-tokens 2048 --mean-tokens 500                               ragged lengths, through fewer slots
 
 The others: `reference`, transformers' models with our keyed draws; on a CPU also `stock`, the same with torch as it
-comes (all cores, oneDNN on), where the rest has `--threads` and what `coati.cpu.set_up_cpu` sets; on a GPU `static`,
+comes (all cores, oneDNN on), where the rest has `--threads` and what `set_up_cpu` sets; on a GPU `static`,
 transformers' `generate` with a static cache and a compiled step, and `vllm`, in a separate process (`--vllm-site`: the
 folder it is installed in, if that is not torch's). One that cannot run here is left out, and the table says why.
 
@@ -306,7 +306,7 @@ def main() -> None:
     arguments = parse_arguments()
     from transformers.utils import logging as transformers_logging
 
-    from coati.cpu import set_up_cpu
+    from coati.devices import set_up_cpu
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

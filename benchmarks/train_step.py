@@ -42,7 +42,7 @@ from torch.profiler import ProfilerActivity
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from coati.config import TrainSettings
-from coati.cpu import set_up_cpu
+from coati.devices import set_up_cpu
 from coati.errors import OutOfMemory
 from coati.experience_maker import Experience
 from coati.models import Actor

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from coati.cpu import set_up_cpu
+from coati.devices import set_up_cpu
 
 FOLDER = Path("runs/reasoning")
 SENTENCE = "Spell this word backward (example: sun -> nus): "

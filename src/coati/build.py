@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 
 from coati.config import RunSettings
+from coati.devices import device_errors_explained
 from coati.errors import CoatiError, ConfigError
 from coati.experience_maker import NaiveExperienceMaker
-from coati.gpu import device_errors_explained
 from coati.ledger import LedgerRules
 from coati.models import Actor, Critic, RewardModel
 from coati.models.calls import context_length_of

@@ -156,7 +156,7 @@ def test_a_broken_card_is_an_error_of_ours():
     program = """
 import torch
 from coati.errors import AcceleratorFailed
-from coati.gpu import device_errors_explained
+from coati.devices import device_errors_explained
 try:
     with device_errors_explained("looking a token up", "None."):
         torch.nn.functional.embedding(torch.tensor([9], device="cuda"), torch.ones(4, 4, device="cuda")).sum().item()

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from coati.algos.losses import clipped_value_loss
 from coati.algos.masked import masked_whiten
-from coati.cpu import set_up_cpu
+from coati.devices import set_up_cpu
 from coati.models import Critic, action_logprobs, action_values
 from coati.trainer.objective import StepCounts, policy_objective
 from ranks import learner as worker

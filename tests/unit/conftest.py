@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 
-from coati.cpu import set_up_cpu
+from coati.devices import set_up_cpu
 
 VOCABULARY = 11
 

@@ -12,12 +12,12 @@ from weight_testing import PlainStrategy, make_sender
 from coati import build
 from coati.actors.trainer import Trainer
 from coati.config import TrainSettings, load_config
+from coati.devices import device_errors_explained
 from coati.errors import AcceleratorFailed, OutOfMemory
 from coati.experience import Experience
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
-from coati.gpu import device_errors_explained
 from coati.ledger import LedgerRules
 from coati.models import Actor
 from coati.peers import LocalPeers

@@ -16,7 +16,7 @@ from torch import nn
 from coati.actors.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, num_parameters
 from coati.actors.host import Host, Progress, Worker, apply_env_info, set_up_gpu
 from coati.actors.options import MakerOptions
-from coati.cpu import set_up_cpu
+from coati.devices import set_up_cpu
 from coati.errors import ConfigError
 from coati.evaluation.work import EvaluationWork
 from coati.experience_maker.base import ExperienceMaker, build_maker

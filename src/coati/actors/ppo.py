@@ -17,7 +17,7 @@ from coati.actors.callbacks import TrainerCallback, TrainerPerformanceEvaluator,
 from coati.actors.host import Host, apply_env_info, set_up_gpu
 from coati.actors.options import TrainerOptions
 from coati.actors.trainer import Trainer
-from coati.cpu import set_up_cpu
+from coati.devices import set_up_cpu
 from coati.errors import CheckpointError, CoatiError, DeadlineExceeded, StalenessExceeded
 from coati.evaluation.schedule import EvalJob
 from coati.experience import Experience

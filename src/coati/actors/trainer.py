@@ -15,10 +15,10 @@ from coati.actors.callbacks import TrainerCallback
 from coati.actors.host import Host, Progress, Worker
 from coati.batching import split_experience_batch
 from coati.config import Deadlines
+from coati.devices import device_errors_explained
 from coati.errors import ConfigError
 from coati.experience import BufferItem, Experience
 from coati.experience_buffer.buffer import SampleBuffer
-from coati.gpu import device_errors_explained
 from coati.ledger import Lease, LeaseRequest
 from coati.peers import wait_in_slices
 from coati.randomness import STREAM_EPOCHS, keyed_generator

@@ -1,10 +1,10 @@
 """The settings of a run. Imports neither torch, Ray, transformers nor datasets: `coati --help` answers at once."""
 
 from coati.config.algorithm import AlgorithmSettings as AlgorithmSettings
-from coati.config.evaluation import EvalSettings as EvalSettings
 from coati.config.plan import plan_lines as plan_lines
 from coati.config.reward import RewardSettings as RewardSettings
 from coati.config.reward import RewardTerm as RewardTerm
+from coati.config.run_settings import EvalSettings as EvalSettings
 from coati.config.run_settings import RunSettings as RunSettings
 from coati.config.run_settings import build_config as build_config
 from coati.config.run_settings import dump_config as dump_config

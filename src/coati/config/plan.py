@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from coati.config.evaluation import EvalSettings
 from coati.config.generate import GenerateOptions, native_engine_problem
 from coati.config.reward import RewardSettings
-from coati.config.run_settings import RunSettings
+from coati.config.run_settings import EvalSettings, RunSettings
 from coati.config.sections import PromptSettings
 from coati.counting import counted
 

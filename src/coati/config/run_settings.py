@@ -1,4 +1,7 @@
-"""All settings of a run in one frozen object, from a TOML file or a table and overrides, and back to TOML."""
+"""All settings of a run in one frozen object, from a TOML file or a table and overrides, and back to TOML.
+
+`[[eval]]` is here because a set has prompts, rollout and reward of its own, as the run does.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,12 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import tomli_w
-from pydantic import ValidationError
+from pydantic import Field, Strict, ValidationError
 
 from coati.config.algorithm import AlgorithmSettings
-from coati.config.evaluation import EvalSettings
 from coati.config.generate import GenerateOptions, options_problem
 from coati.config.reward import RewardSettings
 from coati.config.section import Section, describe, setting
@@ -34,6 +36,7 @@ from coati.errors import ConfigError
 _SOURCE = re.compile(
     r"(^|\.)(model\.(path|reference|tokenizer|critic)|prompts\.path|reward(\.terms\[\d+\])?\.model|search_paths\[\d+\])$"
 )
+Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Strict(False)]  # a list in TOML
 
 
 def change_paths(table: Any, change: Callable[[str, str], str], *, inside: str = "") -> None:
@@ -46,6 +49,68 @@ def change_paths(table: Any, change: Callable[[str, str], str], *, inside: str =
             change_paths(value, change, inside=where)
         elif isinstance(value, str) and value and _SOURCE.search(where) and (key, value) != ("critic", "actor"):
             table[key] = change(where, value)
+
+
+class EvalSettings(Section, section="eval"):
+    """`[[eval]]`: prompts that are not trained on, how they are sampled and scored, and when."""
+
+    name: str = setting(
+        ...,
+        "What metrics and files call the set.",
+        rule="a text of lower-case letters, digits, '_' and '-'",
+        remedy='For example name = "held-out".',
+        pattern=r"^[a-z0-9][a-z0-9_-]*$",
+    )
+    prompts: PromptSettings = setting(
+        ...,
+        "Keys of [prompts]; shuffle has no effect.",
+        rule="a table",
+        remedy='For example prompts = { path = "held_out.jsonl" }.',
+    )
+    rollout: RolloutSettings = setting(
+        RolloutSettings(), "Keys of [rollout]; what is left out is as in [rollout].", rule="a table"
+    )
+    reward: RewardSettings = setting(..., "Keys of [reward]; left out, that is the reward.", rule="a table")
+    max_prompts: int = setting(0, "Use only so many prompts, the first ones; 0 = all.", ge=0)
+    pass_at: Counts = setting(
+        (), "The k of pass@k; empty = 1 and rollout.samples_per_prompt.", rule="a list of whole numbers, 1 or more"
+    )
+    pass_score: float = setting(1.0, "A sample passes if its score is this or more.")
+    before: bool = setting(True, "Evaluate the initial model, before training.")
+    every: int = setting(0, "Evaluate every so many weight versions; 0 = not while training.", ge=0)
+    at_end: bool = setting(True, "Evaluate the final model.")
+    best_by: str = setting(
+        "", "Keep the model with the greatest value of this metric, such as avg@1 or pass@8, in best/; empty = no."
+    )
+    patience: int = setting(
+        0, "Stop the run after so many evaluations in a row that were not better by best_by; 0 = never.", ge=0
+    )
+    seed: int = setting(0, "Keys the draws, which are the same for all versions and runs.", ge=0, lt=2**63)
+
+    @property
+    def ks(self) -> list[int]:
+        """The k of every pass@k."""
+        return sorted(set(self.pass_at or (1, self.rollout.samples_per_prompt)))
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of what is estimated."""
+        return [f"avg@{self.rollout.samples_per_prompt}", *(f"pass@{k}" for k in self.ks)]
+
+    def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+        most = self.rollout.samples_per_prompt
+        if self.pass_at and max(self.pass_at) > most:
+            rule = f"at most rollout.samples_per_prompt ({most})"
+            yield "pass_at", rule, self.pass_at, "Sample more of each prompt, or leave the greater k out."
+        if self.best_by and self.best_by not in self.metrics:
+            yield (
+                "best_by",
+                f"one of {', '.join(self.metrics)}",
+                self.best_by,
+                "Add the k to pass_at, or set rollout.samples_per_prompt of the set.",
+            )
+        if self.patience and not (self.best_by and self.every):
+            yield "patience", "0 unless best_by and every are set", self.patience, "Set both, or leave it out."
 
 
 class RunSettings(Section):

@@ -9,8 +9,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from coati.cpu import set_up_cpu
 from coati.demo.grammar import first_words, sample_sentence, vocabulary
+from coati.devices import set_up_cpu
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 

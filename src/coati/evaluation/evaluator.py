@@ -18,11 +18,10 @@ import torch
 from coati import build
 from coati.config import EvalSettings, RunSettings
 from coati.config.plan import read_json
-from coati.cpu import set_up_cpu
+from coati.devices import device_errors_explained, set_up_cpu
 from coati.errors import DataError
 from coati.evaluation.estimates import Estimate, estimate, prompt_values
 from coati.experience_maker.base import LESS_TO_MAKE
-from coati.gpu import device_errors_explained
 from coati.models.actor import unwrap
 from coati.models.calls import context_length_of
 from coati.prompts.batch import PromptBatch

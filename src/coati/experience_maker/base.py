@@ -74,16 +74,21 @@ class MakerBatch:
             self.quarantined.append({"sample_id": ids[row], "group_id": groups[row], **cut, "columns": columns})
 
     def facts_of(self, sample_id: int | None) -> dict[str, Any]:
-        """The dataset's columns of a sample, and what rewards say of it besides the score."""
-        return {**self.verdicts.get(-1 if sample_id is None else sample_id, {}), "columns": self.columns_of(sample_id)}
+        """The prompt as it was given, the dataset's columns, and what rewards say of a sample besides the score."""
+        facts = self.verdicts.get(-1 if sample_id is None else sample_id, {})
+        if "prompt" in self.prompts.columns and (row := self._row_of(sample_id)) is not None:
+            facts = {"prompt": self.prompts.columns["prompt"][row], **facts}  # a tokenizer may lose words of it
+        return {**facts, "columns": self.columns_of(sample_id)}
 
     def columns_of(self, sample_id: int | None) -> dict[str, Any]:
         """The dataset's columns of a sample as JSON has them; of a long value the beginning, as text."""
-        ids = [] if self.prompts.sample_ids is None else self.prompts.sample_ids.tolist()
-        if sample_id not in ids:
+        if (row := self._row_of(sample_id)) is None:
             return {}
-        row = ids.index(sample_id)
         return {name: recorded(column[row]) for name, column in self.prompts.columns.items() if name != "prompt"}
+
+    def _row_of(self, sample_id: int | None) -> int | None:
+        ids = [] if self.prompts.sample_ids is None else self.prompts.sample_ids.tolist()
+        return ids.index(sample_id) if sample_id in ids else None
 
     def keep(self, rows: Tensor, reason: str = "") -> Experience:
         """Drop the samples where the bool mask is False, and note why; returns the others."""

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from coati.algos.advantages import has_signal
 from coati.algos.losses import kl_estimate
 from coati.config import AlgorithmSettings, RolloutSettings
+from coati.devices import device_errors_explained
 from coati.errors import ConfigError, DataError
 from coati.experience import Experience
 from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch
@@ -31,7 +32,6 @@ from coati.experience_maker.scoring import (
     score_with_models,
 )
 from coati.experience_maker.statistics import reward_metrics
-from coati.gpu import device_errors_explained
 from coati.models import RewardModel, as_critic
 from coati.models.actor import unwrap
 from coati.models.calls import context_length_of

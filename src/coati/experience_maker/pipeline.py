@@ -11,13 +11,13 @@ import torch
 
 from coati import faults
 from coati.counting import counted
+from coati.devices import device_errors_explained
 from coati.errors import DataError, RewardError
 from coati.experience import Experience
 from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch
 from coati.experience_maker.naive import NaiveExperienceMaker
 from coati.experience_maker.scoring import NoSignal
 from coati.experience_maker.statistics import batch_metrics, sample_texts
-from coati.gpu import device_errors_explained
 from coati.monitor.metrics import Max, Mean, Sum
 from coati.monitor.timeline import Timeline, maker_metrics
 from coati.prompts.batch import PromptBatch

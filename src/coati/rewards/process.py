@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from pydantic import BaseModel, ValidationError
 
 from coati.background import run_in_background
@@ -226,26 +227,11 @@ def main_of_child(fd: int) -> None:
 
 def _kill_descendants() -> None:
     deadline = time.monotonic() + _KILL_SECONDS
-    while (pids := _descendants(os.getpid())) and time.monotonic() < deadline:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(0.001)
-
-
-def _descendants(pid: int) -> list[int]:
-    parents = {}
-    for entry in os.listdir("/proc"):
-        with contextlib.suppress(OSError, ValueError):
-            fields = Path("/proc", entry, "stat").read_text(errors="replace").rpartition(")")[2].split()
-            parents[int(entry)] = int(fields[1])
-    found = [pid]
-    for one in found:  # grows meanwhile
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
+    while (running := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for process in running:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(running, timeout=0.1)
 
 
 def _serve(maker: Connection[Any, Any], libc: ctypes.CDLL) -> None:

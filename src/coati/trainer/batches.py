@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from coati.config import TrainSettings
+from coati.devices import HOST_MEMORY, device_errors_explained
 from coati.errors import OutOfMemory
 from coati.experience import Experience
-from coati.gpu import HOST_MEMORY, device_errors_explained
 from coati.models.actor import packed_scoring_problem
 from coati.models.packing import row_parts, row_tokens
 from coati.models.value_head import packs

@@ -21,9 +21,9 @@ from coati import faults
 from coati.algos.losses import PolicyLossOutput, adapted_coefficient, clipped_value_loss
 from coati.algos.masked import divide_by_count, masked_moments, masked_sum, masked_whiten
 from coati.config import AlgorithmSettings, TrainSettings
+from coati.devices import device_errors_explained
 from coati.errors import ConfigError
 from coati.experience import Experience
-from coati.gpu import device_errors_explained
 from coati.models import action_logprobs, action_values
 from coati.models.actor import unwrap
 from coati.models.packing import base_of

@@ -25,7 +25,7 @@ import xxhash
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from coati.gpu import device_errors_explained
+from coati.devices import device_errors_explained
 from coati.models.lora import LayerLoRA
 from coati.wire import tensor_of
 

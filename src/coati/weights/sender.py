@@ -22,8 +22,8 @@ from torch import nn
 from coati import faults
 from coati.background import BackgroundThread
 from coati.config import Deadlines, TopologySettings
+from coati.devices import device_errors_explained
 from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError, WeightUpdateError
-from coati.gpu import device_errors_explained
 from coati.models.lora import LoRAConstructor
 from coati.monitor.timeline import Timeline
 from coati.peers import Peer, Peers, remote_error

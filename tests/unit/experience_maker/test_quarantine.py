@@ -126,7 +126,7 @@ def test_long_texts_are_cut(llama):
     assert max(len(str(value)) for value in record.values()) == 10_000
 
 
-def test_samples_have_the_columns_of_their_rows(llama):
+def test_samples_have_the_prompts_and_columns_of_their_rows(llama):
     rig = Rig(llama, bad=[0, 2])
     batch = rig.make()
     batch.prompts.columns["answer"] = [{"of": number} for number in range(7)] + ["x" * 5000]
@@ -136,6 +136,7 @@ def test_samples_have_the_columns_of_their_rows(llama):
         {"number": 5, "answer": {"of": 5}},
     ]
     assert len(samples[-1]["columns"]["answer"]) == 1000, "a long value is cut"
+    assert samples[0]["prompt"] == "prompt 2", "as it was given, not as the tokenizer spells it"
 
 
 def test_samples_have_what_each_term_and_its_details_say(llama):

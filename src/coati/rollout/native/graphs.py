@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coati.gpu import side_stream
+from coati.devices import side_stream
 
 # Graphs that are kept. Slots need about ten (powers of two), for each set of sampling options.
 MAX_GRAPHS = 64

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from coati.devices import device_errors_explained
 from coati.errors import ConfigError, OutOfMemory
-from coati.gpu import device_errors_explained
 from coati.models.memory import iter_state_chunks, shapes_only, tied_names
 from coati.trainer.strategies.files import (
     MODEL_MARKERS,
