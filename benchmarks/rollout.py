@@ -65,20 +65,17 @@ def make_model(device: str, size: str):
 
 
 def make_request(model, batch: int, arguments, seed: int):
-    from coati.rollout import GenerateOptions, RolloutRequest
+    from coati.experience import Sample
+    from coati.rollout import GenerateOptions
 
     generator = torch.Generator().manual_seed(seed)
     shape = (-(-batch // arguments.samples_per_prompt), arguments.prompt_tokens)
-    ids = torch.randint(3, model.config.vocab_size, shape, generator=generator).to(model.device)
+    ids = torch.randint(3, model.config.vocab_size, shape, generator=generator)
     ids = ids.repeat_interleave(arguments.samples_per_prompt, dim=0)[:batch]
-    return RolloutRequest(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        sample_ids=torch.arange(batch) + 10_000 * seed,
-        seed=0,
-        options=GenerateOptions.parse(eos_token_id=end_tokens(model, arguments.mean_tokens), pad_token_id=0),
-        max_new_tokens=arguments.new_tokens,
-    )
+    options = GenerateOptions.parse(eos_token_id=end_tokens(model, arguments.mean_tokens), pad_token_id=0)
+    return [
+        Sample(row + 10_000 * seed, prompt, arguments.new_tokens, 0, options) for row, prompt in enumerate(ids.tolist())
+    ]
 
 
 def end_tokens(model, mean_tokens: int | None) -> list[int]:
@@ -103,10 +100,10 @@ def timed(name: str, engine, requests) -> tuple[float, object]:
     """
     from coati.rollout import generate
 
-    warmup_tokens = min(WARMUP_TOKENS, requests[0].max_new_tokens)
+    warmup_tokens = min(WARMUP_TOKENS, requests[0][0].limit)
     is_short = name in ("stock", "reference")
     run = engine.generate if isinstance(engine, StaticEngine) else functools.partial(generate, engine)
-    run(dataclasses.replace(requests[0], max_new_tokens=warmup_tokens) if is_short else requests[0])
+    run([dataclasses.replace(one, limit=warmup_tokens) for one in requests[0]] if is_short else requests[0])
     rates = []
     for request in requests[1:]:
         _synchronize()
@@ -251,7 +248,7 @@ def measure(arguments, model, requests_by_batch: dict, table: Table) -> None:
                 continue
             measure_here(name, model, batch, requests, arguments.slots, table)
         if model.device.type == "cuda" and not arguments.mean_tokens and batch <= arguments.slots:
-            prompt_tokens, new_tokens = requests[0].input_ids.shape[1], requests[0].max_new_tokens
+            prompt_tokens, new_tokens = len(requests[0][0].tokens), requests[0][0].limit
             table.add_limit(batch, memory_limit(model, batch, prompt_tokens, new_tokens))
 
 

@@ -1,6 +1,7 @@
 """The competitors in `rollout.py` that are not ours: transformers' static cache with a compiled step, and vLLM."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -48,11 +49,12 @@ class StaticEngine:
         from coati.experience import Experience
 
         drawn = _DrawnLogProbs()
-        prompt_tokens = request.input_ids.shape[1]
-        with _generation_config(self._model, request.max_new_tokens) as config:
+        input_ids = torch.tensor([sample.tokens for sample in request], device=self._model.device)
+        prompt_tokens = input_ids.shape[1]
+        with _generation_config(self._model, request[0].limit) as config:
             sequences = self._model.generate(
-                request.input_ids,
-                attention_mask=request.attention_mask,
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([drawn]),
             )
@@ -142,26 +144,27 @@ def run_vllm(model, requests_by_batch: dict, slots: int, site: Path | None) -> t
     results = {}
     for batch, result in measured.items():
         start = {name: result[name] for name in ("version", "start_seconds")}
-        rollout = vllm_rollout(requests_by_batch[batch][-1], result)
+        rollout = vllm_rollout(requests_by_batch[batch][-1], result, model.device)
         results[batch] = (statistics.median(result["rates"]), rollout, start)
     return results, left_out
 
 
 def vllm_job(model, requests_by_batch: dict, slots: int, folder: str) -> dict:
     requests = next(iter(requests_by_batch.values()))
-    prompts = requests[0].input_ids.tolist()
+    first = requests[0][0]
+    prompts = [sample.tokens for sample in requests[0]]
     return {
         "model": folder,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "prompt_tokens": requests[0].input_ids.shape[1],
-        "new_tokens": requests[0].max_new_tokens,
-        "warmup_tokens": min(WARMUP_TOKENS, requests[0].max_new_tokens),
-        "end_tokens": list(requests[0].options.eos_token_id),
+        "prompt_tokens": len(first.tokens),
+        "new_tokens": first.limit,
+        "warmup_tokens": min(WARMUP_TOKENS, first.limit),
+        "end_tokens": list(first.options.eos_token_id),
         "slots": slots,
         "has_groups": len({*map(tuple, prompts)}) < len(prompts),
         "memory_share": VLLM_MEMORY_SHARE,
         "cases": [
-            {"batch": batch, "prompts": [request.input_ids.tolist() for request in requests]}
+            {"batch": batch, "prompts": [[sample.tokens for sample in request] for request in requests]}
             for batch, requests in requests_by_batch.items()
         ],
     }
@@ -206,21 +209,19 @@ def read_results(log: str, ended: str) -> tuple[dict[int, dict], str]:
     return measured, f"{ended}: {errors[-1]}" if errors else ended
 
 
-def vllm_rollout(request, result: dict):
+def vllm_rollout(request, result: dict, device):
     """What vLLM wrote, in the form that our engines return."""
-    from coati.rollout import Response, join_responses
+    from coati.batching import pad_samples
 
-    device = request.input_ids.device
-    rows = zip(result["tokens"], result["log_probs"], strict=True)
-    responses = [
-        Response(
-            sample_id=row,
-            tokens=torch.tensor(tokens, device=device),
-            log_probs=torch.tensor(log_probs, device=device),
-            versions=torch.zeros(len(tokens), dtype=torch.long, device=device),
-            is_cut=len(tokens) == request.max_new_tokens,
+    rows = zip(request, result["tokens"], result["log_probs"], strict=False)  # of some it has not told
+    written = [
+        dataclasses.replace(
+            sample,
+            response=torch.tensor(tokens),
+            log_probs=torch.tensor(log_probs),
+            versions=torch.zeros(len(tokens), dtype=torch.long),
+            is_cut=len(tokens) == sample.limit,
         )
-        for row, (tokens, log_probs) in enumerate(rows)
+        for sample, tokens, log_probs in rows
     ]
-    prompts = request.input_ids[: len(responses)]
-    return join_responses(prompts, torch.ones_like(prompts), responses, request.options, pad_token=0)
+    return pad_samples(written, pad_token=0, device=device)

@@ -7,27 +7,19 @@ import pytest
 import torch
 
 from coati.errors import DataError
+from coati.experience import Sample
 from coati.models.actor import action_logprobs
-from coati.rollout import GenerateOptions, RolloutRequest, generate
+from coati.rollout import GenerateOptions, generate
 
 PLACES = 3
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 3, 4, 11], [5, 5], [12, 13, 14]]
 ENDS = [2, 5, 8, 11]  # many, so that responses end at all lengths
 
 
-def request_of(ids, *, limit=9, is_kept=False, **options):
+def request_of(ids, *, limit=9, is_kept=False, needs_log_probs=True, **options):
     """The prompts of these samples; sample n continues prompt n modulo their number."""
-    prompts = [PROMPTS[one % len(PROMPTS)] for one in ids]
-    width = max(map(len, prompts))
-    return RolloutRequest(
-        input_ids=torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts]),
-        attention_mask=torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
-        sample_ids=torch.tensor(ids),
-        seed=1,
-        options=GenerateOptions.parse(**{"eos_token_id": ENDS, "pad_token_id": 0, **options}),
-        max_new_tokens=limit,
-        is_kept=is_kept,
-    )
+    options = GenerateOptions.parse(**{"eos_token_id": ENDS, "pad_token_id": 0, **options})
+    return [Sample(one, PROMPTS[one % len(PROMPTS)], limit, 1, options, is_kept, needs_log_probs) for one in ids]
 
 
 def finish(engine, count, between=lambda: None):
@@ -37,8 +29,8 @@ def finish(engine, count, between=lambda: None):
         if len(found) == count:
             return found
         for response in engine.advance():
-            assert response.sample_id not in found
-            found[response.sample_id] = response
+            assert response.id not in found
+            found[response.id] = response
         between()
     raise AssertionError(f"{count - len(found)} responses have not come")
 
@@ -54,7 +46,7 @@ def learners(model, context, num_tokens, temperature=1.0):
 
 
 def assert_exact(model, context, response, temperature=1.0):
-    tokens = response.tokens.tolist()
+    tokens = response.response.tolist()
     expected = learners(model, [*context, *tokens], len(tokens), temperature)
     torch.testing.assert_close(response.log_probs.cpu(), expected, atol=1e-4, rtol=0)
 
@@ -67,7 +59,7 @@ def load(model, other):
 
 
 def texts(responses):
-    return {one: response.tokens.tolist() for one, response in responses.items()}
+    return {one: response.response.tolist() for one, response in responses.items()}
 
 
 def test_a_sample_is_written_alike_whenever_it_comes_and_whatever_is_beside_it(make_engine, policy):
@@ -78,7 +70,7 @@ def test_a_sample_is_written_alike_whenever_it_comes_and_whatever_is_beside_it(m
     assert len({len(text) for text in texts(expected).values()}) > 2
     engine = make_engine(model)
     engine.submit(request_of([7, 2]))
-    found = {response.sample_id: response for _ in range(2) for response in engine.advance()}
+    found = {response.id: response for _ in range(2) for response in engine.advance()}
     engine.submit(request_of([5, 0, 1, 3, 4, 6]))
     found |= finish(engine, 8 - len(found))
     assert texts(found) == texts(expected)
@@ -94,7 +86,7 @@ def test_log_probs_are_those_of_the_learner(make_engine, policy, options):
     engine.submit(request_of(range(5), **options))
     for one, response in finish(engine, 5).items():
         assert_exact(model, PROMPTS[one], response, options.get("temperature", 1.0))
-        assert response.is_cut == (response.tokens[-1].item() not in ENDS)
+        assert response.is_cut == (response.response[-1].item() not in ENDS)
 
 
 def test_requests_with_other_options_do_not_mix(make_engine, policy):
@@ -105,7 +97,7 @@ def test_requests_with_other_options_do_not_mix(make_engine, policy):
     found = finish(engine, 7)
     for one, response in found.items():
         assert_exact(model, PROMPTS[one % 6], response, 0.7 if one < 4 else 1.0)
-    assert [len(found[one].tokens) for one in (4, 5, 6)] == [3, 3, 3]
+    assert [len(found[one].response) for one in (4, 5, 6)] == [3, 3, 3]
 
 
 def test_places_fall_free_as_responses_end_and_what_waits_takes_them(make_engine, policy):
@@ -117,7 +109,7 @@ def test_places_fall_free_as_responses_end_and_what_waits_takes_them(make_engine
     assert engine.room == max(0, before - 12)
     ends = []
     while len(ends) < 12:
-        ends += [response.sample_id for response in engine.advance()]
+        ends += [response.id for response in engine.advance()]
     assert sorted(ends) == list(range(12))
     assert set(ends[:2]) == {0, 1}  # they did not wait for the long ones
     assert engine.room == before
@@ -148,7 +140,7 @@ def test_new_weights_write_the_next_tokens_over_the_old_cache(make_engine, polic
     load(model, new)
     engine.commit(1)
     for one, response in finish(engine, 2).items():
-        tokens = response.tokens.tolist()
+        tokens = response.response.tolist()
         num_old = response.versions.tolist().count(0)
         assert 0 < num_old < 8
         by_old, by_new = (learners(which, [*PROMPTS[one], *tokens], 8) for which in (old, new))
@@ -173,7 +165,7 @@ def test_what_is_cancelled_does_not_come_and_can_be_submitted_again(make_engine,
     engine.submit(request_of([1, 4], eos_token_id=[], limit=6))
     again = finish(engine, 2)
     expected = generate(make_engine(model), request_of([1, 4], eos_token_id=[], limit=6))
-    assert [again[one].tokens.tolist() for one in (1, 4)] == expected.sequences[:, -6:].tolist()
+    assert [again[one].response.tolist() for one in (1, 4)] == expected.sequences[:, -6:].tolist()
 
 
 def test_a_dialogue_goes_on_with_its_cache_and_its_draws_beside_others(make_engine, policy):
@@ -189,18 +181,18 @@ def test_a_dialogue_goes_on_with_its_cache_and_its_draws_beside_others(make_engi
         engine.extend(one, tokens, 5)
     found = finish(engine, 4)
     for one, tokens in turns.items():
-        context = [*PROMPTS[one], *first[one].tokens.tolist(), *tokens]
+        context = [*PROMPTS[one], *first[one].response.tolist(), *tokens]
         assert_exact(model, context, found[one])
     engine.extend(3, [5, 6], 2)
-    assert 0 < len(finish(engine, 1)[3].tokens) <= 2
+    assert 0 < len(finish(engine, 1)[3].response) <= 2
     engine.cancel([0, 3])
     assert engine.room == before
     # Other numbers than in the first turn.
     greedy = make_engine(model)
     greedy.submit(request_of([0], is_kept=True, limit=4))
-    assert texts(finish(greedy, 1)) == {0: first[0].tokens.tolist()}
+    assert texts(finish(greedy, 1)) == {0: first[0].response.tolist()}
     greedy.extend(0, turns[0], 5)
-    assert texts(finish(greedy, 1))[0] == found[0].tokens.tolist()
+    assert texts(finish(greedy, 1))[0] == found[0].response.tolist()
 
 
 def test_a_request_larger_than_those_before_comes_beside_them(make_engine, policy):

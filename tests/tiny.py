@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from coati.batching import make_experience_batch
-from coati.experience import BufferItem
+from coati.experience import BufferItem, Sample
 from coati.models import Actor, Critic
 from coati.models.lora import has_adapters
 from coati.prompts.batch import PromptBatch
@@ -182,3 +182,10 @@ def ask(reward, request):
     pending = PendingScores(RewardScorer(reward, None), request, torch.device("cpu"))
     pending.values = pending()
     return pending
+
+
+def samples_of(input_ids, attention_mask, sample_ids, seed, options, max_new_tokens, **fields):
+    """Samples for an engine, from padded prompts; the limit is one number, or one for each."""
+    limits = torch.as_tensor(max_new_tokens).expand(len(input_ids)).tolist()
+    rows = zip(sample_ids.tolist(), input_ids, attention_mask.bool(), limits, strict=True)
+    return [Sample(one, row[mask].tolist(), limit, seed, options, **fields) for one, row, mask, limit in rows]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from coati.errors import DataError
 from coati.experience import (
@@ -15,7 +16,42 @@ from coati.experience import (
     UNKNOWN_ID,
     BufferItem,
     Experience,
+    Sample,
 )
+
+
+def pad_prompts(samples: Sequence[Sample], *, pad_token: int, width: int = 0) -> tuple[Tensor, Tensor]:
+    """Input ids and attention mask, [B, P] each, left-padded to at least `width`."""
+    width = max(width, *(len(sample.tokens) for sample in samples))
+    gaps = [width - len(sample.tokens) for sample in samples]
+    ids = [[pad_token] * gap + sample.tokens for gap, sample in zip(gaps, samples, strict=True)]
+    return torch.tensor(ids), torch.tensor([[0] * gap + [1] * (width - gap) for gap in gaps])
+
+
+def pad_samples(samples: Sequence[Sample], *, pad_token: int, device: torch.device) -> Experience:
+    """Prompts and responses of samples; what scoring computes is 0 so far."""
+    input_ids, attention_mask = (matrix.to(device) for matrix in pad_prompts(samples, pad_token=pad_token))
+    lengths = torch.tensor([len(sample.response) for sample in samples], device=device)
+    mask = torch.arange(int(lengths.max()), device=device) < lengths.unsqueeze(1)
+
+    def padded(rows: list[Tensor], fill: int = 0) -> Tensor:
+        return pad_sequence(rows, batch_first=True, padding_value=fill).to(device)
+
+    log_probs = padded([sample.log_probs for sample in samples])
+    return Experience(
+        sequences=torch.cat([input_ids, padded([sample.response for sample in samples], pad_token)], dim=1),
+        action_log_probs=log_probs,
+        values=torch.zeros_like(log_probs),
+        reward=log_probs.new_zeros(len(log_probs)),
+        kl=torch.zeros_like(log_probs),
+        advantages=torch.zeros_like(log_probs),
+        attention_mask=torch.cat([attention_mask, mask.long()], dim=1),
+        action_mask=mask,
+        sample_ids=torch.tensor([sample.id for sample in samples], device=device),
+        policy_versions=padded([sample.versions for sample in samples]),
+        temperatures=torch.tensor([sample.options.sampling_temperature for sample in samples], device=device),
+        is_cut=torch.tensor([sample.is_cut for sample in samples], device=device),
+    )
 
 
 def split_experience_batch(experience: Experience) -> list[BufferItem]:

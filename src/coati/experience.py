@@ -1,4 +1,4 @@
-"""`Experience`, a batch of samples to learn from, and `BufferItem`, one sample without padding.
+"""A sample in three forms: `Sample` while a maker writes it, `Experience`, a batch to learn from, and `BufferItem`.
 
 Shapes: B samples, P prompt tokens (left-padded), A response tokens (right-padded), S = P + A.
 
@@ -7,8 +7,7 @@ A sample takes these forms on its way from prompt to gradient:
     row of a dataset    dict        prompts/            one prompt and its columns
     Lease               trainer     ledger/             the right to make one prompt group; its number is the prompt's
     PromptBatch         maker       prompts/            prompts, tokenized and left-padded
-    RolloutRequest      maker       rollout/            those, and how to continue them; a Sample is one in the engine
-    Response            maker       rollout/            one response, with its log-probs and versions
+    Sample              maker                           one prompt and how to continue it; then also the response
     RewardRequest       maker       rewards/            the responses as text and tokens; PendingScores of it come later
     MakerBatch          maker       experience_maker/   carries the batch while it is scored, and then the experience
     Experience          maker                           prompts and responses, padded; then rewards, KL and advantages
@@ -28,6 +27,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from coati.config.generate import GenerateOptions
 from coati.errors import DataError
 from coati.wire import WireTensor, decode, encode
 
@@ -35,6 +35,44 @@ logger = logging.getLogger(__name__)
 
 # Id or version of a sample whose maker did not set it.
 UNKNOWN_ID = -1
+
+
+_NOTHING = torch.empty(0)
+
+
+@dataclasses.dataclass(eq=False)
+class Sample:
+    """One sample of a maker: a prompt and how to continue it, and then the response that an engine wrote."""
+
+    id: int  # keys its randomness
+    tokens: list[int]  # what it is continued from: the prompt, and whatever came in earlier turns
+    limit: int  # the most tokens of the response
+    seed: int
+    options: GenerateOptions
+    is_kept: bool = False
+    """Whether it keeps its place when its response has ended, to be continued (`extend`) or let go (`cancel`)."""
+    needs_log_probs: bool = True
+    """False where none are read, as in an evaluation: any options go then, and log-probs may be of what a cut left."""
+
+    response: Tensor = _NOTHING  # [A] with the token that ended it
+    log_probs: Tensor = _NOTHING  # [A] at the sampling temperature, before top-k/top-p cut anything
+    versions: Tensor = _NOTHING  # [A] int64: version of the weights that wrote each token
+    is_cut: bool = False  # the length limit ended it, and no end-of-sequence token or stop string
+
+    # Up to the engine:
+    num_drawn: int = 0  # tokens drawn in earlier turns
+    is_over: bool = False  # whether this turn has ended, or was cancelled
+    place: Any = None  # where it is written
+
+    def next_turn(self, response: Sequence[int], tokens: Sequence[int], limit: int) -> "Sample":
+        """The turn that follows: after the response come further tokens, and then the next response."""
+        return dataclasses.replace(
+            self,
+            tokens=[*self.tokens, *response, *tokens],
+            limit=limit,
+            num_drawn=self.num_drawn + len(response),
+            is_over=False,
+        )
 
 
 @dataclasses.dataclass

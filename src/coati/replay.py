@@ -6,7 +6,6 @@ in which order (picks). The synchronous run does the work, along the events of t
 with the weights that it names, and compares weights that are published with their digests.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections import Counter, deque
@@ -23,12 +22,11 @@ from coati.checks import avoid_hub_without_network
 from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import CheckpointError, ConfigError, ReplayDiffers
-from coati.experience import BufferItem, Experience
+from coati.experience import BufferItem, Experience, Sample
 from coati.ledger.audit import account_of
 from coati.ledger.journal import JournalContent, read_journals
 from coati.ledger.rules import Event
 from coati.monitor.run_log import RunLog
-from coati.rollout.engine import Response, RolloutRequest
 from coati.run_folder import resumed_settings
 from coati.synchronous import SynchronousRun
 
@@ -192,7 +190,7 @@ class _FollowingEngine:
     def __init__(self, engine: Any) -> None:
         """`engine` may be None, of a maker that generates by itself; it writes with the weights that score."""
         self._engine = engine
-        self._responses: list[Response] = []
+        self._written: list[Sample] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -200,33 +198,33 @@ class _FollowingEngine:
     def commit(self, version: int) -> None:
         """Do nothing: the journal says when weights change."""
 
-    def submit(self, request: RolloutRequest) -> None:
+    def submit(self, samples: Sequence[Sample]) -> None:
         """Write everything, those together whose weights changed before the same tokens."""
-        runs = [tuple(self.written_by[sample]) for sample in request.sample_ids.tolist()]
-        for kind in dict.fromkeys(runs):
-            rows = [row for row, own in enumerate(runs) if own == kind]
-            size = len(rows) if len(kind) == 1 else self._engine.room  # what waits for a place would be written later
-            for first in range(0, len(rows), size):
-                self._write(request, rows[first : first + size], *kind)
+        kinds: dict[tuple[int, ...], list[Sample]] = {}
+        for sample in samples:
+            kinds.setdefault(tuple(self.written_by[sample.id]), []).append(sample)
+        for kind, alike in kinds.items():
+            size = len(alike) if len(kind) == 1 else self._engine.room  # what waits for a place would be written later
+            for first in range(0, len(alike), size):
+                self._write(alike[first : first + size], *kind)
         self.serve(self.scored_by)
 
-    def _write(self, request: RolloutRequest, rows: list[int], version: int, *changes: int) -> None:
+    def _write(self, samples: list[Sample], version: int, *changes: int) -> None:
         versions = dict(zip(changes[::2], changes[1::2], strict=True))
-        tensors = {name: getattr(request, name)[rows] for name in ("input_ids", "attention_mask", "sample_ids")}
         self._engine.commit(self.serve(version))
-        self._engine.submit(dataclasses.replace(request, **tensors, max_new_tokens=request.limits[rows]))
-        end = len(self._responses) + len(rows)
+        self._engine.submit(samples)
+        end = len(self._written) + len(samples)
         for token in itertools.count(1):
-            self._responses += self._engine.advance()
-            if len(self._responses) == end:
+            self._written += self._engine.advance()
+            if len(self._written) == end:
                 return
             if token in versions:
                 self._engine.commit(self.serve(versions[token]))
 
-    def advance(self) -> list[Response]:
+    def advance(self) -> list[Sample]:
         """Return what was written."""
-        responses, self._responses = self._responses, []
-        return responses
+        written, self._written = self._written, []
+        return written
 
 
 def _conditions() -> str:

@@ -1,11 +1,13 @@
 """The native engine against the reference engine: same draws, same text, same log-probs, whatever the slots."""
 
 import dataclasses
+import itertools
 import logging
 
 import pytest
 import torch
 from native_on_cpu import as_on_a_gpu
+from tiny import samples_of
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -24,8 +26,9 @@ from transformers import (
 
 from coati.config import RolloutSettings
 from coati.errors import ConfigError, GenerateOptionError, OutOfMemory
+from coati.experience import Sample
 from coati.models import Actor, LoRASettings, action_logprobs
-from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest, generate, make_engine
+from coati.rollout import GenerateOptions, ReferenceEngine, generate, make_engine
 from coati.rollout.native import NativeEngine
 from coati.rollout.native.cache import PagedCache
 from coati.rollout.native.decoder import Decoder, FusedLinear
@@ -75,7 +78,7 @@ def make_request(*, rows=9, max_new_tokens=7, **options):
     for row in range(rows):
         mask[row, : row % 4] = 0
     ids[5], mask[5] = ids[1], mask[1]  # the same prompt twice, as in a group
-    return RolloutRequest(
+    return samples_of(
         input_ids=ids,
         attention_mask=mask,
         sample_ids=torch.arange(rows) + 40,
@@ -85,10 +88,16 @@ def make_request(*, rows=9, max_new_tokens=7, **options):
     )
 
 
-def rows_of(request, rows):
-    """Some rows of a request, as one of their own."""
-    parts = {name: getattr(request, name)[rows] for name in ("input_ids", "attention_mask", "sample_ids")}
-    return dataclasses.replace(request, **parts)
+def rows_of(samples, rows):
+    return [samples[row] for row in rows]
+
+
+def with_limits(samples, *limits):
+    """The samples with limits of their own, one after the other."""
+    return [
+        dataclasses.replace(sample, limit=limit)
+        for sample, limit in zip(samples, itertools.cycle(limits), strict=False)
+    ]
 
 
 def assert_same(found, expected):
@@ -115,17 +124,13 @@ def test_it_writes_what_the_reference_writes(name, options):
         assert_same(generate(NativeEngine(model, num_slots=num_slots), make_request(**options)), expected)
 
 
-def limited(request):
-    """The request with a limit of its own for each row."""
-    return dataclasses.replace(request, max_new_tokens=torch.arange(len(request.input_ids)) % 7 + 1)
-
-
 def test_each_row_is_cut_at_its_own_limit():
-    model, request = make_model("llama"), limited(make_request())
+    model, request = make_model("llama"), with_limits(make_request(), *range(1, 8))
     expected = generate(ReferenceEngine(model), request)
     lengths = expected.action_mask.sum(dim=1)
-    assert bool((lengths <= request.limits).all())
-    assert torch.equal(lengths[expected.is_cut], request.limits[expected.is_cut])
+    limits = torch.tensor([sample.limit for sample in request])
+    assert bool((lengths <= limits).all())
+    assert torch.equal(lengths[expected.is_cut], limits[expected.is_cut])
     assert 0 < int(expected.is_cut.sum()) < 9
     for num_slots in (64, 2):
         assert_same(generate(NativeEngine(model, num_slots=num_slots), request), expected)
@@ -268,7 +273,7 @@ def test_what_broken_weights_left_behind_is_not_seen_by_the_next_request(is_canc
     mask[:2, :28] = 0  # short prompts first, so that the long ones look at places that were not written before
     # Some end early, so that a long prompt comes in beside a short text, which must not see the places before its own.
     options = GenerateOptions.parse(eos_token_id=[5, 8, 11, 14, 17, 20], pad_token_id=0)
-    request = RolloutRequest(
+    request = samples_of(
         input_ids=ids, attention_mask=mask, sample_ids=torch.arange(4), seed=0, options=options, max_new_tokens=16
     )
     weight = model.model.layers[0].self_attn.v_proj.weight
@@ -310,7 +315,7 @@ def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_
     assert calls["steps"] == 6  # and one token of each by reading its prompt
     calls["prompts"].clear()
 
-    group = dataclasses.replace(rows_of(make_request(), [0] * 8), sample_ids=torch.arange(8))
+    group = [dataclasses.replace(make_request()[0], id=one) for one in range(8)]
     generate(NativeEngine(model), group)
     assert calls["prompts"] == [1]
 
@@ -326,7 +331,7 @@ def replayed(monkeypatch):
 def test_with_a_look_every_few_tokens_it_writes_the_same(replayed, looks_under_way, monkeypatch):
     monkeypatch.setattr("coati.rollout.native.loop.LOOKS_UNDER_WAY", looks_under_way)
     model = make_model("llama")
-    for request in (make_request(rows=12), limited(make_request(rows=12))):
+    for request in (make_request(rows=12), with_limits(make_request(rows=12), *range(1, 8))):
         expected = generate(ReferenceEngine(model), request)
         for num_slots in (2, 4, 8):
             assert_same(generate(NativeEngine(model, num_slots=num_slots), request), expected)
@@ -343,7 +348,7 @@ def test_responses_of_one_token_need_no_step(monkeypatch):
 def test_weights_that_come_with_looks_under_way_count_from_the_steps_after(replayed):
     answers = iter([4, 5, 5, 5, 5])
     old, new = make_model("llama"), make_model("llama", seed=7).state_dict()
-    request = dataclasses.replace(make_request(eos_token_id=[]), max_new_tokens=11)
+    request = make_request(eos_token_id=[], max_new_tokens=11)
     before = generate(NativeEngine(old), request)
 
     def commit():
@@ -366,7 +371,7 @@ def test_responses_of_full_length_waste_no_step_whenever_the_host_looks(replayed
     monkeypatch.setattr(
         NativeEngine, "_step", lambda self, count, *rest: (steps.append(count), step(self, count, *rest))
     )
-    request = dataclasses.replace(make_request(rows=12, eos_token_id=[]), max_new_tokens=8)
+    request = make_request(rows=12, eos_token_id=[], max_new_tokens=8)
     rollout = generate(NativeEngine(make_model("llama"), num_slots=num_slots), request)
     assert bool(rollout.action_mask.all())
     assert steps == [graph_size(num_slots)] * (12 // num_slots * 7)  # the first token comes with the prompt
@@ -446,7 +451,7 @@ def test_an_engine_that_ran_out_of_memory_writes_what_fits_afterwards(owner, fai
     engine.submit(request)  # takes no memory: callers expect it to run out in `advance`
     with pytest.raises(torch.OutOfMemoryError):
         engine.advance()
-    engine.cancel(request.sample_ids.tolist())
+    engine.cancel([sample.id for sample in request])
     monkeypatch.setattr(owner, failing, whole)
     assert_same(generate(engine, make_request(rows=6)), generate(ReferenceEngine(model), make_request(rows=6)))
     assert_same(generate(engine, make_request()), generate(ReferenceEngine(model), make_request()))
@@ -473,25 +478,17 @@ def test_a_sample_that_ends_with_its_first_token_does_not_give_its_pages_up(leng
     model = make_model("llama")
 
     def request(number, tokens, limit, **options):
-        ids = torch.tensor([tokens])
-        return RolloutRequest(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            sample_ids=torch.tensor([number]),
-            seed=1,
-            options=GenerateOptions.parse(**options),
-            max_new_tokens=limit,
-        )
+        return [Sample(number, tokens, limit, 1, GenerateOptions.parse(**options))]
 
     first = generate(ReferenceEngine(model), request(1, [7] * length, 1, eos_token_id=[])).sequences[0, -1].item()
     for others in (1, 2, 3):
         engine, found = NativeEngine(model, num_slots=2), {}
         engine.submit(request(0, [5] * others, 16, eos_token_id=[first]))
-        found.update((one.sample_id, one) for one in engine.advance())
+        found.update((one.id, one) for one in engine.advance())
         engine.submit(request(1, [7] * length, 6, eos_token_id=[first]))  # pages run out in the pass that begins it
         while engine.room < 2:
-            found.update((one.sample_id, one) for one in engine.advance())
-        assert found[1].tokens.tolist() == [first]
+            found.update((one.id, one) for one in engine.advance())
+        assert found[1].response.tolist() == [first]
         assert not found[1].is_cut
 
 
@@ -518,7 +515,7 @@ def test_a_sample_that_no_page_is_left_for_is_an_error(monkeypatch):
 def test_samples_of_a_prompt_share_the_pages_that_it_fills(monkeypatch):
     as_on_a_gpu(monkeypatch, page_size=2)
     model, engine = make_model("llama"), None
-    group = dataclasses.replace(rows_of(make_request(eos_token_id=[]), [0] * 6), sample_ids=torch.arange(6))
+    group = [dataclasses.replace(make_request(eos_token_id=[])[0], id=one) for one in range(6)]
     engine = NativeEngine(model, num_slots=8)
     engine.submit(rows_of(group, range(4)))
     engine.advance()

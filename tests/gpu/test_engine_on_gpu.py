@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from tiny import samples_of
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -16,7 +17,7 @@ from transformers import (
 )
 
 from coati.models import Actor, action_logprobs
-from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest, generate
+from coati.rollout import GenerateOptions, ReferenceEngine, generate
 from coati.rollout.native import NativeEngine, decoder, loop
 from coati.rollout.native.cache import PagedCache
 from coati.rollout.native.loop import STEPS_PER_LOOK
@@ -54,7 +55,7 @@ def make_request(rows=35, *, max_new_tokens=40, seed=1, **options):
     for row in range(rows):
         mask[row, : row % 7] = 0
     ids[3:6], mask[3:6] = ids[2], mask[2]  # four samples of one prompt
-    return RolloutRequest(
+    return samples_of(
         input_ids=ids.cuda(),
         attention_mask=mask.cuda(),
         sample_ids=torch.arange(rows) + 40,
@@ -128,9 +129,10 @@ def test_samples_of_a_long_prompt_share_its_pages():
     model = make_model()
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(20, 200, (2, 300), generator=generator).repeat_interleave(8, dim=0)
-    request = dataclasses.replace(
-        make_request(16), input_ids=ids.cuda(), attention_mask=torch.ones_like(ids).cuda(), max_new_tokens=100
-    )
+    request = [
+        dataclasses.replace(one, tokens=tokens, limit=100)
+        for one, tokens in zip(make_request(16), ids.tolist(), strict=True)
+    ]
     engine = NativeEngine(model)
     assert_same(generate(engine, request), generate(ReferenceEngine(model), request))
     # 4 whole pages of each prompt, and 3 of each sample; as many as there were at the same time at most.
@@ -140,11 +142,11 @@ def test_samples_of_a_long_prompt_share_its_pages():
 def test_a_text_of_8192_tokens_has_the_learners_log_probs():
     model = make_model(max_position_embeddings=16384)
     ids = torch.randint(20, 200, (3, 8100), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(ids)
-    mask[1, :7000] = 0
-    request = dataclasses.replace(
-        make_request(3, eos_token_id=[]), input_ids=ids.cuda(), attention_mask=mask.cuda(), max_new_tokens=92
-    )
+    prompts = [row[start:].tolist() for row, start in zip(ids, (0, 7000, 0), strict=True)]
+    request = [
+        dataclasses.replace(one, tokens=tokens, limit=92)
+        for one, tokens in zip(make_request(3, eos_token_id=[]), prompts, strict=True)
+    ]
     rollout = generate(NativeEngine(model), request)
     torch.testing.assert_close(rollout.action_log_probs, learners_log_probs(model, rollout), atol=1e-4, rtol=0)
 

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from tiny import samples_of
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from coati.config import LoRASettings
 from coati.errors import WeightUpdateError
 from coati.models import Actor
 from coati.models.actor import action_logprobs
-from coati.rollout import GenerateOptions, RolloutRequest, generate
+from coati.rollout import GenerateOptions, generate
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -28,7 +29,7 @@ def policy(**options):
 
 def request(**options):
     ids = torch.randint(2, VOCAB, (6, 5), generator=torch.Generator().manual_seed(0)).cuda()
-    return RolloutRequest(
+    return samples_of(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         sample_ids=torch.arange(6),

@@ -44,19 +44,19 @@ def test_greedy_text_is_that_of_the_reference_engine(make_engine, policy):
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"temperature": 0.5, "top_p": 0.9}], ids=str)
 def test_an_evaluation_samples_as_it_likes(make_engine, policy, options):
     engine = make_engine(policy(0))
-    engine.submit(dataclasses.replace(request_of([0, 1], **options), needs_log_probs=False))
+    engine.submit(request_of([0, 1], needs_log_probs=False, **options))
     assert set(finish(engine, 2)) == {0, 1}
 
 
 def test_no_prompt_is_continued_from_keys_of_older_weights(make_engine, policy):
     model = policy(0)
     engine = make_engine(model)
-    prompt = torch.randint(2, VOCAB, (1, 300), generator=torch.Generator().manual_seed(0))  # whole blocks of the cache
+    prompt = torch.randint(2, VOCAB, (300,), generator=torch.Generator().manual_seed(0)).tolist()  # whole blocks
     for seed in (0, 1):
         load(model, policy(seed))
         engine.commit(seed)
-        engine.submit(dataclasses.replace(request_of([0]), input_ids=prompt, attention_mask=torch.ones_like(prompt)))
-        assert_exact(model, prompt[0].tolist(), finish(engine, 1)[0])
+        engine.submit([dataclasses.replace(request_of([0])[0], tokens=prompt)])
+        assert_exact(model, prompt, finish(engine, 1)[0])
 
 
 def test_weights_that_do_not_arrive_are_noticed(make_engine, policy, monkeypatch):

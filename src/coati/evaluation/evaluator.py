@@ -3,6 +3,7 @@
 Draws are keyed by the set's seed and the place of the sample in the set: the same for all versions, models and runs.
 """
 
+import dataclasses
 import logging
 import math
 import re
@@ -21,6 +22,7 @@ from coati.config.plan import read_json
 from coati.devices import device_errors_explained, set_up_cpu
 from coati.errors import DataError
 from coati.evaluation.estimates import Estimate, estimate, prompt_values
+from coati.experience import Sample
 from coati.experience_maker.base import LESS_TO_MAKE
 from coati.models.actor import unwrap
 from coati.models.calls import context_length_of
@@ -28,7 +30,7 @@ from coati.prompts.batch import PromptBatch
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import looks_local
 from coati.rewards import RewardScorer
-from coati.rollout import GenerateOptions, RolloutEngine, RolloutRequest, generate, make_engine
+from coati.rollout import GenerateOptions, RolloutEngine, generate, make_engine
 
 logger = logging.getLogger(__name__)
 
@@ -107,20 +109,15 @@ class Evaluator:
         """Generate, and start to score; returns the samples, which wait for their scores."""
         prompts = prompts.to(next(engine.model.parameters()).device)
         assert prompts.sample_ids is not None
-        options = GenerateOptions.parse(**self._config.rollout.generate_options)
-        context, lengths = context_length_of(unwrap(engine.model)), prompts.attention_mask.sum(dim=1)
-        limits = torch.full_like(lengths, self._config.rollout.max_new_tokens)
-        request = RolloutRequest(
-            input_ids=prompts.input_ids,
-            attention_mask=prompts.attention_mask,
-            sample_ids=prompts.sample_ids + _FIRST_SAMPLE_ID,
-            seed=self.settings.seed,
-            options=options.with_tokenizer(self._scorer.tokenizer),
-            max_new_tokens=limits if context is None else torch.minimum(limits, context - lengths),
-            needs_log_probs=False,
-        )
+        options = GenerateOptions.parse(**self._config.rollout.generate_options).with_tokenizer(self._scorer.tokenizer)
+        context, most = context_length_of(unwrap(engine.model)), self._config.rollout.max_new_tokens
+        samples, lengths = [], prompts.attention_mask.sum(dim=1).tolist()
+        for one, text, length in zip(prompts.sample_ids.tolist(), prompts.input_ids.tolist(), lengths, strict=True):
+            limit = most if context is None else min(most, context - length)
+            sample = Sample(one + _FIRST_SAMPLE_ID, text[len(text) - length :], limit, self.settings.seed, options)
+            samples.append(dataclasses.replace(sample, needs_log_probs=False))
         with device_errors_explained(f"evaluating {len(prompts)} samples of {self.settings.name!r}", LESS_TO_MAKE):
-            experience = generate(engine, request, version=version)
+            experience = generate(engine, samples, version=version)
         tokens = experience.tokens_and_masks()
         pending, per_prompt = self._scorer.begin(*tokens, prompts.columns), self.settings.rollout.samples_per_prompt
         assert experience.is_cut is not None

@@ -22,7 +22,7 @@ from coati.algos.losses import kl_estimate
 from coati.config import AlgorithmSettings, RolloutSettings
 from coati.devices import device_errors_explained
 from coati.errors import ConfigError, DataError
-from coati.experience import Experience
+from coati.experience import Experience, Sample
 from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch
 from coati.experience_maker.scoring import (
     GapWatch,
@@ -39,7 +39,7 @@ from coati.monitor.metrics import Sum
 from coati.monitor.timeline import Timeline
 from coati.prompts.batch import PromptBatch
 from coati.rewards import ModelReward, RewardScorer
-from coati.rollout import GenerateOptions, Response, RolloutEngine, RolloutRequest, join_responses, make_engine
+from coati.rollout import GenerateOptions, RolloutEngine, join_samples, make_engine
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class _Group:
     prompts: PromptBatch  # with which it was submitted
     rows: list[int] = dataclasses.field(default_factory=list)  # of these
     missing: set[int] = dataclasses.field(default_factory=set)  # ids of samples whose response has not come
-    responses: dict[int, Response] = dataclasses.field(default_factory=dict)  # by sample id
+    written: dict[int, Sample] = dataclasses.field(default_factory=dict)  # with responses, by id
 
 
 class NaiveExperienceMaker(ExperienceMaker):
@@ -168,30 +168,27 @@ class NaiveExperienceMaker(ExperienceMaker):
         self._groups |= groups
         for group in groups.values():
             self._count(group, 1)
-        if rows := [row for row, limit in enumerate(limits) if limit > 0]:
+        texts = zip(prompts.input_ids.tolist(), prompts.attention_mask.sum(dim=1).tolist(), strict=True)
+        tokens = [text[len(text) - length :] for text, length in texts]
+        if samples := [
+            Sample(one, text, limit, self.seed, self._options)
+            for one, text, limit in zip(ids, tokens, limits, strict=True)
+            if limit > 0
+        ]:
             with self._generating():  # an engine makes room for them
-                self.engine.submit(
-                    RolloutRequest(
-                        input_ids=prompts.input_ids[rows],
-                        attention_mask=prompts.attention_mask[rows],
-                        sample_ids=prompts.sample_ids[rows],
-                        seed=self.seed,
-                        options=self._options,
-                        max_new_tokens=torch.tensor(limits)[rows],
-                    )
-                )
+                self.engine.submit(samples)
 
     @torch.no_grad()
     def write(self) -> None:
         """Write a few tokens of each response."""
         with self._generating():
             self.engine.commit(self.policy_version)
-            for response in self.engine.advance():
-                group = self._group_of.pop(response.sample_id)
+            for sample in self.engine.advance():
+                group = self._group_of.pop(sample.id)
                 self._count(group, -1)
-                group.missing.remove(response.sample_id)
+                group.missing.remove(sample.id)
                 self._count(group, 1)
-                group.responses[response.sample_id] = response
+                group.written[sample.id] = sample
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[None]:
@@ -221,41 +218,37 @@ class NaiveExperienceMaker(ExperienceMaker):
     @torch.no_grad()
     def score(self) -> MakerBatch:
         """Score all complete groups in one pass; reward functions are started and may still run."""
-        prompts, responses = self._complete_groups()
+        prompts, written = self._complete_groups()
         batch = MakerBatch(prompts)
         assert prompts.sample_ids is not None
         ids = prompts.sample_ids.tolist()
-        short = [one for one in ids if one not in responses]
+        short = [one for one in ids if one not in written]
         batch.losses = dict.fromkeys(short, "no room for a response")
-        if not responses:
+        if not written:
             batch.dropped = AllSamplesDropped(
                 f"{len(short)} of {len(short)} prompts leave no room for a response (context "
                 f"{context_length_of(unwrap(self.actor))}). Shorten the prompts or raise max_length."
             )
             return batch
-        rows = [row for row, one in enumerate(ids) if one in responses]
+        rows = [row for row, one in enumerate(ids) if one in written]
         prompts = prompts.select(rows).to(next(self.actor.parameters()).device)
-        written = [responses[ids[row]] for row in rows]
-        pad_token = self._options.pad_token(unwrap(self.actor))
-        batch.experience = experience = join_responses(
-            prompts.input_ids, prompts.attention_mask, written, self._options, pad_token=pad_token
-        )
+        batch.experience = experience = join_samples([written[ids[row]] for row in rows], self.actor)
         experience.group_ids = prompts.group_ids
         what = f"scoring {len(prompts)} sequences of up to {experience.sequences.shape[1]} tokens"
         with self.timeline.span("score"), device_errors_explained(what, LESS_TO_MAKE):
             self._score(batch, experience, prompts.columns)
         return batch
 
-    def _complete_groups(self) -> tuple[PromptBatch, dict[int, Response]]:
-        """Take all complete groups out, in the order in which they were submitted, and the responses by sample id."""
+    def _complete_groups(self) -> tuple[PromptBatch, dict[int, Sample]]:
+        """Take all complete groups out, in the order in which they were submitted, and what was written by id."""
         rows: dict[PromptBatch, list[int]] = {}
-        responses: dict[int, Response] = {}
+        written: dict[int, Sample] = {}
         for number in [number for number, group in self._groups.items() if not group.missing]:
             group = self._groups.pop(number)
             rows.setdefault(group.prompts, []).extend(group.rows)
-            responses |= group.responses
+            written |= group.written
         self.num_written = 0
-        return PromptBatch.joined([prompts.select(sorted(own)) for prompts, own in rows.items()]), responses
+        return PromptBatch.joined([prompts.select(sorted(own)) for prompts, own in rows.items()]), written
 
     @torch.no_grad()
     def finish(self, batch: MakerBatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from coati.config import RolloutSettings
 from coati.config.generate import GenerateOptions, native_engine_problem
 from coati.errors import ConfigError
-from coati.rollout.engine import Response, RolloutEngine, RolloutRequest, generate, join_responses
+from coati.rollout.engine import RolloutEngine, generate, join_samples
 from coati.rollout.native import NativeEngine, config_of
 from coati.rollout.reference import ReferenceEngine
 from coati.rollout.vllm import VllmEngine
@@ -15,12 +15,10 @@ __all__ = [
     "GenerateOptions",
     "NativeEngine",
     "ReferenceEngine",
-    "Response",
     "RolloutEngine",
-    "RolloutRequest",
     "VllmEngine",
     "generate",
-    "join_responses",
+    "join_samples",
     "make_engine",
 ]
 

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coati.batching import pad_prompts
+from coati.experience import Sample
 from coati.models.actor import unwrap
 from coati.models.calls import accepts, forward_causal, position_ids_from_mask
 from coati.models.tiles import padded_length, same_in_any_company
 from coati.randomness import keyed_uniforms
-from coati.rollout.engine import Response, RolloutRequest, Sample
+from coati.rollout.engine import admitted
 from coati.rollout.sampling import Sampler, stop_strings_of
 
 _ROWS = 256  # at the same time, as far as `room` says
@@ -27,16 +29,16 @@ class ReferenceEngine:
         self.model = model
         self._version = 0
         self._batches: list[_Batch] = []
-        self._kept: dict[int, tuple[Sample, Response]] = {}
+        self._kept: dict[int, Sample] = {}
 
     @property
     def room(self) -> int:
         """How many more rows it should get."""
         return max(0, _ROWS - len(self._kept) - sum(len(batch.samples) for batch in self._batches))
 
-    def submit(self, request: RolloutRequest) -> None:
+    def submit(self, samples: Sequence[Sample]) -> None:
         """Begin with the next token; rows of a batch are filled up to the same length."""
-        samples = request.samples()
+        samples = admitted(samples)
         widths = {sample.id: max(len(other.tokens) for other in samples) for sample in samples}
         device = next(self.model.parameters()).device
         if device.type == "cpu":
@@ -47,26 +49,22 @@ class ReferenceEngine:
             self._batches.append(_Batch(unwrap(self.model), rows, width, device))
 
     @torch.no_grad()
-    def advance(self) -> list[Response]:
+    def advance(self) -> list[Sample]:
         """Write one token of each sample."""
         was_training = self.model.training
         self.model.eval()
-        responses: list[Response] = []
         try:
-            for batch in self._batches:
-                for sample, response in batch.step(self._version):
-                    responses.append(response)
-                    if sample.is_kept:
-                        self._kept[sample.id] = sample, response
+            ended = [sample for batch in self._batches for sample in batch.step(self._version)]
         finally:
             self.model.train(was_training)
+        self._kept |= {sample.id: sample for sample in ended if sample.is_kept}
         self._batches = [batch for batch in self._batches if batch.samples]
-        return responses
+        return ended
 
     def extend(self, sample_id: int, tokens: Sequence[int], max_new_tokens: int) -> None:
         """As the protocol says; what came before is computed again."""
-        sample, response = self._kept.pop(sample_id)
-        turn = sample.next_turn(response.tokens.tolist(), tokens, max_new_tokens)
+        sample = self._kept.pop(sample_id)
+        turn = sample.next_turn(sample.response.tolist(), tokens, max_new_tokens)
         device = next(self.model.parameters()).device
         self._batches.append(_Batch(unwrap(self.model), [turn], padded_length(len(turn.tokens) + 1), device))
 
@@ -100,11 +98,8 @@ class _Batch:
         self._has_cache = options.extra.get("use_cache", True) and accepts(model, "past_key_values")
         self._stops = stop_strings_of(options.tokenizer, options.stop_strings, device) if options.stop_strings else None
         self._stop_states = torch.zeros(len(samples), dtype=torch.long, device=device)
-        missing = [width - len(sample.tokens) for sample in samples]
-        prompts = zip(samples, missing, strict=True)
-        ids = [[self._pad_token] * count + sample.tokens for sample, count in prompts]
-        mask = [[0] * count + [1] * (width - count) for count in missing]
-        self._ids, self._mask = torch.tensor(ids, device=device), torch.tensor(mask, device=device)  # [n, W]
+        prompts = pad_prompts(samples, pad_token=self._pad_token, width=width)
+        self._ids, self._mask = (matrix.to(device) for matrix in prompts)  # [n, W]
         self._limits = torch.tensor([sample.limit for sample in samples], device=device)
         num_draws = max(sample.num_drawn + sample.limit for sample in samples)
         first = samples[0].num_drawn  # of all: a later turn is a batch of its own
@@ -113,7 +108,7 @@ class _Batch:
         self._drawn: list[tuple[Tensor, Tensor]] = []  # tokens and log-probs, [n] each
         self._versions: list[int] = []
 
-    def step(self, version: int) -> list[tuple[Sample, Response]]:
+    def step(self, version: int) -> list[Sample]:
         """Write a token of each row; returns those that have ended with it."""
         is_living = torch.tensor([row in self.samples for row in range(len(self._ids))], device=self._ids.device)
         tokens, log_probs = self._sampler(self._logits(), self._uniforms[:, len(self._drawn)])
@@ -127,9 +122,7 @@ class _Batch:
         is_cut = (len(self._drawn) >= self._limits) | (time.monotonic() > self._deadline)
         is_over = zip(has_ended.tolist(), (has_ended | is_cut).tolist(), strict=True)
         over = [(row, ended) for row, (ended, over) in enumerate(is_over) if over and row in self.samples]
-        return [
-            (sample := self.samples.pop(row), self._response(sample.id, row, is_cut=not ended)) for row, ended in over
-        ]
+        return [self._take_out(row, is_cut=not ended) for row, ended in over]
 
     def _logits(self) -> Tensor:
         """Of the next token of each row, [n, vocabulary]."""
@@ -158,12 +151,10 @@ class _Batch:
             has_ended |= criterion(self._ids, None)
         return has_ended
 
-    def _response(self, sample_id: int, row: int, *, is_cut: bool) -> Response:
-        device = self._ids.device
-        return Response(
-            sample_id=sample_id,
-            tokens=torch.stack([tokens[row] for tokens, _ in self._drawn]),
-            log_probs=torch.stack([log_probs[row] for _, log_probs in self._drawn]),
-            versions=torch.tensor(self._versions, dtype=torch.long, device=device),
-            is_cut=is_cut,
-        )
+    def _take_out(self, row: int, *, is_cut: bool) -> Sample:
+        sample = self.samples.pop(row)
+        sample.response = torch.stack([tokens[row] for tokens, _ in self._drawn])
+        sample.log_probs = torch.stack([log_probs[row] for _, log_probs in self._drawn])
+        sample.versions = torch.tensor(self._versions, dtype=torch.long, device=self._ids.device)
+        sample.is_cut = is_cut
+        return sample

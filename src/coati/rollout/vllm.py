@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from coati.errors import ConfigError, GenerateOptionError, WeightUpdateError
+from coati.experience import Sample
 from coati.models.actor import action_logprobs, unwrap
 from coati.models.calls import context_length_of
 from coati.models.lora import plain_name
 from coati.models.packing import base_of
 from coati.randomness import keyed_generator
-from coati.rollout.engine import Response, RolloutRequest, Sample
+from coati.rollout.engine import admitted
 from coati.rollout.sampling import StopStrings, stop_strings_of
 
 _CANARY_TOKENS = 32
@@ -52,14 +53,14 @@ class _Written:
                 self.stop_state = self.stops.advance(self.stop_state, torch.tensor(token))
         return self.stops is not None and int(self.stop_state) == self.stops.found
 
-    def response(self, device: torch.device, *, is_cut: bool) -> Response:
-        return Response(
-            sample_id=self.sample.id,
-            tokens=torch.tensor(self.tokens, dtype=torch.long, device=device),
-            log_probs=torch.tensor(self.log_probs, device=device),
-            versions=torch.tensor(self.versions, dtype=torch.long, device=device),
-            is_cut=is_cut,
-        )
+    def ended(self, device: torch.device, *, is_cut: bool) -> Sample:
+        """The sample with its response."""
+        sample = self.sample
+        sample.response = torch.tensor(self.tokens, dtype=torch.long, device=device)
+        sample.log_probs = torch.tensor(self.log_probs, device=device)
+        sample.versions = torch.tensor(self.versions, dtype=torch.long, device=device)
+        sample.is_cut = is_cut
+        return sample
 
 
 class VllmEngine:
@@ -87,7 +88,7 @@ class VllmEngine:
         self._waiting: deque[Sample] = deque()
         self._writing: dict[str, _Written] = {}  # by request
         self._kept: dict[int, _Written] = {}
-        self._ended: list[Response] = []  # not returned before the weights are proven
+        self._ended: list[Sample] = []  # not returned before the weights are proven
         self._num_requests = 0
 
     @property
@@ -95,24 +96,24 @@ class VllmEngine:
         """Of the sequences that vLLM computes at the same time."""
         return max(0, self._max_sequences - len(self._waiting) - len(self._writing))
 
-    def submit(self, request: RolloutRequest) -> None:
+    def submit(self, samples: Sequence[Sample]) -> None:
         """As the protocol says; GenerateOptionError where vLLM cannot do what the options say."""
-        options = request.options
+        options = samples[0].options
         if options.extra:
             raise GenerateOptionError(
                 f"vLLM does not know the generate option {', '.join(sorted(options.extra))}. Leave it out, or use "
                 'rollout.engine = "reference".'
             )
         is_cut = options.do_sample and (options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0)
-        if request.needs_log_probs and is_cut:
+        if is_cut and any(sample.needs_log_probs for sample in samples):
             raise GenerateOptionError(
                 "vLLM returns log-probs of what top_k, top_p and min_p leave, and training needs those before the cut. "
                 "Leave these options out, or use another rollout.engine."
             )
-        self._waiting += request.samples()
+        self._waiting += admitted(samples)
 
     @torch.no_grad()
-    def advance(self) -> list[Response]:
+    def advance(self) -> list[Sample]:
         """Let vLLM take one step. Nothing is returned before the weights that it was written by are proven."""
         if not self._waiting and not self._writing and not self._canaries:
             return []
@@ -141,7 +142,7 @@ class VllmEngine:
         if has_stopped or output.finished:
             del self._writing[output.request_id]
             is_cut = not has_stopped and completion.finish_reason == "length"
-            self._ended.append(written.response(next(self.model.parameters()).device, is_cut=is_cut))
+            self._ended.append(written.ended(next(self.model.parameters()).device, is_cut=is_cut))
             if written.sample.is_kept:
                 self._kept[written.sample.id] = written
 
@@ -161,7 +162,7 @@ class VllmEngine:
         """As the protocol says."""
         gone = {*sample_ids}
         self._waiting = deque(sample for sample in self._waiting if sample.id not in gone)
-        self._ended = [response for response in self._ended if response.sample_id not in gone]
+        self._ended = [sample for sample in self._ended if sample.id not in gone]
         for one in gone:
             self._kept.pop(one, None)
         names = [name for name, written in self._writing.items() if written.sample.id in gone]

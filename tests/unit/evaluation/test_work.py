@@ -43,9 +43,9 @@ class WatchedEngine(ReferenceEngine):
         super().__init__(model)
         self._before_batch = before_batch
 
-    def submit(self, request):
+    def submit(self, samples):
         self._before_batch()
-        super().submit(request)
+        super().submit(samples)
 
 
 class Maker:

@@ -216,7 +216,7 @@ def test_cut_responses_are_those_that_the_engine_cut(make_maker):
         """Ends some responses without an end token, as stop strings do."""
 
         def advance(self):
-            return [dataclasses.replace(one, is_cut=one.sample_id == 1) for one in super().advance()]
+            return [dataclasses.replace(one, is_cut=one.id == 1) for one in super().advance()]
 
     maker = make_maker()
     maker.engine = StopsAtText(maker.actor)
@@ -431,10 +431,7 @@ def test_a_number_of_the_models_that_is_not_finite_costs_its_sample(make_maker, 
 
     def advance_poisoned():
         bad = NAN if number == "log-prob" else 1.0
-        return [
-            dataclasses.replace(one, log_probs=one.log_probs * (bad if one.sample_id == 2 else 1.0))
-            for one in advance()
-        ]
+        return [dataclasses.replace(one, log_probs=one.log_probs * (bad if one.id == 2 else 1.0)) for one in advance()]
 
     def score_poisoned(*args):
         reference, values = score(*args)
@@ -503,9 +500,9 @@ def test_prompts_with_one_limit_are_generated_in_one_call(make_maker):
     class Counting(ReferenceEngine):
         num_calls = 0
 
-        def submit(self, request):
+        def submit(self, samples):
             self.num_calls += 1
-            super().submit(request)
+            super().submit(samples)
 
     maker = make_maker()
     maker.engine = Counting(maker.actor)

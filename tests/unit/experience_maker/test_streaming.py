@@ -3,6 +3,7 @@
 The models are real, the engine follows a script: how long each response is, and what happens between two tokens.
 """
 
+import dataclasses
 import threading
 from concurrent.futures import wait
 from types import SimpleNamespace
@@ -19,7 +20,6 @@ from coati.experience_maker.work_source import WorkSource
 from coati.models import Actor, Critic
 from coati.prompts.batch import PromptBatch
 from coati.rewards import FunctionReward, RewardScorer
-from coati.rollout import Response
 from coati.weights.served import ServedModels, VerifiedUpdate
 
 SECONDS = 30  # far more than anything here takes
@@ -38,14 +38,15 @@ class ScriptedEngine:
     def __init__(self, model, length, on_step, places=64):
         self.model, self._length, self._on_step, self._places = model, length, on_step, places
         self.version, self.num_steps, self.most, self.cancelled = 0, 0, 0, []
-        self._writing = {}
+        self._samples, self._writing = {}, {}
 
     @property
     def room(self):
         return self._places - len(self._writing)
 
-    def submit(self, request):
-        self._writing |= {one: [] for one in request.sample_ids.tolist()}
+    def submit(self, samples):
+        self._samples |= {sample.id: sample for sample in samples}
+        self._writing |= {sample.id: [] for sample in samples}
         assert len(self._writing) <= self._places
 
     def commit(self, version):
@@ -65,9 +66,9 @@ class ScriptedEngine:
         self.cancelled += [one for one in sample_ids if self._writing.pop(one, None) is not None]
 
     def _response(self, one, versions):
-        return Response(
-            sample_id=one,
-            tokens=torch.full((len(versions),), 3),
+        return dataclasses.replace(
+            self._samples.pop(one),
+            response=torch.full((len(versions),), 3),
             log_probs=torch.full((len(versions),), -1.0),
             versions=torch.tensor(versions),
             is_cut=False,

@@ -38,10 +38,10 @@ class WatchedEngine(ReferenceEngine):
         super().__init__(model)
         self._story, self._before_token = story, before_token
 
-    def submit(self, request):
-        self._first = int(request.sample_ids[0])
+    def submit(self, samples):
+        self._first = samples[0].id
         self._story.append(f"generate {self._first}")
-        super().submit(request)
+        super().submit(samples)
 
     def advance(self):
         responses = super().advance()

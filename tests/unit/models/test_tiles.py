@@ -17,7 +17,7 @@ from coati.models.tiles import (
     tiled_activation,
     tiled_linear,
 )
-from coati.rollout import GenerateOptions, RolloutRequest, generate, make_engine
+from coati.rollout import GenerateOptions, generate, make_engine
 
 # Odd sizes, so that vector instructions leave a rest.
 SIZES = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "initializer_range": 0.5}
@@ -74,7 +74,7 @@ def right_padded(rows, more=0):
 def written(engine, rows, ids, *, more=0, limit=LIMIT):
     """What an engine writes: tokens and log-probs of each row without padding."""
     input_ids, mask = left_padded(rows, more)
-    request = RolloutRequest(
+    request = tiny.samples_of(
         input_ids=input_ids,
         attention_mask=mask,
         sample_ids=torch.tensor(ids),
@@ -83,7 +83,7 @@ def written(engine, rows, ids, *, more=0, limit=LIMIT):
         max_new_tokens=limit,
     )
     rollout = generate(engine, request)
-    width = input_ids.shape[1]
+    width = rollout.num_prompt_tokens
     return [
         (tokens[is_real].tolist(), log_probs[is_real].tolist())
         for tokens, log_probs, is_real in zip(

@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
+from tiny import samples_of
 from transformers import LlamaConfig
 
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.models import Actor, Critic, RewardModel
 from coati.prompts.batch import PromptBatch
-from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
+from coati.rollout import GenerateOptions, ReferenceEngine
 from coati.rollout import generate as generate_with
 from coati.weights.served import ServedModels, VerifiedUpdate
 
@@ -38,7 +39,7 @@ def actors():
 
 
 def generate(actor, **kwargs):
-    request = RolloutRequest(
+    request = samples_of(
         input_ids=PROMPTS,
         attention_mask=torch.ones_like(PROMPTS),
         sample_ids=torch.arange(3),

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.skipif(
     reason="needs a CUDA device, or TRITON_INTERPRET=1",
 )
 
-from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest, generate  # noqa: E402
+from tiny import samples_of  # noqa: E402
+
+from coati.rollout import GenerateOptions, ReferenceEngine, generate  # noqa: E402
 from coati.rollout.native import NativeEngine, decoder, kernels  # noqa: E402
 from coati.rollout.native.operations import (  # noqa: E402
     Geometry,
@@ -147,7 +149,7 @@ def test_the_engine_writes_what_the_reference_writes(family, num_prompts, do_sam
     model = transformers.AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
     ids = torch.randint(3, 29, (num_prompts, 4), generator=torch.Generator().manual_seed(1))
     ids = ids.repeat_interleave(2, dim=0).to(DEVICE)  # two samples of each
-    request = RolloutRequest(
+    request = samples_of(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         sample_ids=torch.arange(len(ids)),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import llama
+from tiny import llama, samples_of
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -11,7 +11,7 @@ from coati.errors import GenerateOptionError
 from coati.experience_maker import NaiveExperienceMaker
 from coati.models import Critic
 from coati.rewards import FunctionReward, RewardScorer
-from coati.rollout import NativeEngine, ReferenceEngine, RolloutRequest, generate
+from coati.rollout import NativeEngine, ReferenceEngine, generate
 from coati.rollout.sampling import StopStrings, stop_strings_of
 
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def request_for(tokenizer, **options):
     prompts = torch.tensor(
         [[2, 3, 4], [0, 4, 14], [5, 6, 12]]
     )  # the first and third end with the start of a stop string
-    return RolloutRequest(
+    return samples_of(
         input_ids=prompts.repeat(8, 1),
         attention_mask=(prompts != 0).long().repeat(8, 1),
         sample_ids=torch.arange(24),

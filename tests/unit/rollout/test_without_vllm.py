@@ -4,11 +4,11 @@ import sys
 
 import pytest
 import torch
-from tiny import llama
+from tiny import llama, samples_of
 
 from coati.config import RolloutSettings
 from coati.errors import ConfigError
-from coati.rollout import GenerateOptions, RolloutRequest, VllmEngine, generate, make_engine
+from coati.rollout import GenerateOptions, VllmEngine, generate, make_engine
 
 
 def test_settings_make_the_engine_and_its_absence_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ def test_settings_make_the_engine_and_its_absence_is_explained(monkeypatch: pyte
     engine = make_engine(RolloutSettings(engine="vllm", vllm={"max_num_seqs": 4}), llama())
     assert isinstance(engine, VllmEngine)
     ids = torch.ones(1, 3, dtype=torch.long)
-    request = RolloutRequest(
+    request = samples_of(
         input_ids=ids,
         attention_mask=ids,
         sample_ids=torch.arange(1),

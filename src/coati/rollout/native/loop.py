@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from coati.config.generate import GenerateOptions, native_engine_problem, options_problem
 from coati.errors import ConfigError, GenerateOptionError, OutOfMemory
+from coati.experience import Sample
 from coati.models.actor import unwrap
-from coati.rollout.engine import Response, RolloutRequest, Sample
+from coati.rollout.engine import admitted
 from coati.rollout.native.cache import enlarged
 from coati.rollout.native.decoder import SLOT_TILE, Decoder, config_of
 from coati.rollout.native.graphs import StepGraphs, graph_size
@@ -72,7 +73,7 @@ class NativeEngine:
         self._is_moved = False  # whether slots have other pages than the device knows of
         self._kept: dict[int, list[int]] = {}  # responses of samples that have ended and have a slot, by id
         self._looks: deque[Look] = deque()  # the oldest first
-        self._ended: list[Response] = []  # not yet returned
+        self._ended: list[Sample] = []  # not yet returned
         self._rules: TokenRules | None = None  # of all samples that are alive
         self._graphs = StepGraphs()
         self._weights: tuple[int, ...] = ()  # where they lie; see `_find_weights`
@@ -102,22 +103,22 @@ class NativeEngine:
         """After so many steps none is alive."""
         return max((sample.place.left for sample in self._alive), default=0)
 
-    def submit(self, request: RolloutRequest) -> None:
+    def submit(self, samples: Sequence[Sample]) -> None:
         """As the protocol says."""
-        if (problem := options_problem("native", request.options)) is not None:
+        if (problem := options_problem("native", samples[0].options)) is not None:
             raise GenerateOptionError(f'{problem}. Leave it out, or use rollout.engine = "reference".')
         like, mine = self._decoder.weight, self._cache.keys[:1]
         if not self._num_samples and any((one.device, one.dtype) != (like.device, like.dtype) for one in mine):
             self._reset()
-        samples = request.samples()
-        rules = TokenRules.of(request.options, unwrap(self.model), self._device, draw=self._decoder.operations.draw)
+        samples, options = admitted(samples), samples[0].options
+        rules = TokenRules.of(options, unwrap(self.model), self._device, draw=self._decoder.operations.draw)
         for sample in samples:
             sample.place = Place(rules)
         self._waiting += samples
         self._find_weights()
 
     @torch.no_grad()
-    def advance(self) -> list[Response]:
+    def advance(self) -> list[Sample]:
         """Write a few tokens in each slot, on a CPU one; returns what the host learns to have ended."""
         has_begun = self._admit()
         if (left := self._steps_left) > 0 and (not has_begun or self._is_captured):
@@ -158,7 +159,7 @@ class NativeEngine:
         """As the protocol says."""
         gone = {*sample_ids}
         self._waiting = deque(sample for sample in self._waiting if sample.id not in gone)
-        self._ended = [response for response in self._ended if response.sample_id not in gone]
+        self._ended = [sample for sample in self._ended if sample.id not in gone]
         for sample in self._held:
             if sample.id in gone:
                 self._kept.pop(sample.id, None)
@@ -312,14 +313,14 @@ class NativeEngine:
         rows, mine = on_device([one.sample.place.row for one in ended], self._device), self._responses
         written = [part[rows] for part in (mine.tokens, mine.log_probs, mine.versions)]
         for number, (sample, num_written, is_cut, is_finite) in enumerate(ended):
-            tokens, log_probs, versions = (part[number, :num_written] for part in written)
-            fields = {"tokens": tokens, "log_probs": log_probs, "versions": versions}
-            self._ended.append(Response(sample_id=sample.id, is_cut=is_cut, **fields))
+            sample.response, sample.log_probs, sample.versions = (part[number, :num_written] for part in written)
+            sample.is_cut = is_cut
+            self._ended.append(sample)
             if not is_finite:
                 sample.place.is_finite = False
                 mine.log_probs[sample.place.row] = 0
             if sample.is_kept:
-                sample.is_over, self._kept[sample.id] = True, tokens.tolist()
+                sample.is_over, self._kept[sample.id] = True, sample.response.tolist()
             else:
                 self._free(sample)
 

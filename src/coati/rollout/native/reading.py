@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coati.rollout.engine import Sample
+from coati.experience import Sample
 from coati.rollout.native.slots import on_device
 
 # Tokens of a pass: enough for a GPU's products to be at their fastest, and little memory.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from coati.config.generate import GenerateOptions
+from coati.experience import Sample
 from coati.randomness import keyed_uniforms
-from coati.rollout.engine import Sample
 from coati.rollout.native.cache import enlarged
 from coati.rollout.sampling import Sampler, StopStrings, stop_strings_of
 
