@@ -237,16 +237,23 @@ def execute(
             if start is not None:
                 continue_files(config, log, start)
             stack.enter_context(following(folder, [*config.logging.tracker_names, *trackers]))
-            stack.callback(log.flush)
+            stack.callback(log.close)
 
         num_samples = train.total_steps * train.batch_size * config.topology.trainers
         steps, spans = train.optimizer_steps, config.logging.spans_kept
-        log = RunLog(folder, total_steps=steps, total_samples=num_samples, max_spans=spans, on_begin=begin)
-        log.message = "loading libraries"
+        log = RunLog(
+            folder,
+            total_steps=steps,
+            total_samples=num_samples,
+            max_spans=spans,
+            shows_warnings=not log_to_driver,  # else Ray shows all that actors log
+            on_begin=begin,
+        )
+        log.state.message = "loading libraries"
         on_progress(log.snapshot())
         if (start := choose_start(config) if is_resumed else None) is not None:
             log.stand_at(start.step, start.version)
-            log.message = f"the run continues from {start}"
+            log.state.message = f"the run continues from {start}"
             on_progress(log.snapshot())
         options: dict[str, Any] = {"on_progress": on_progress, "should_stop": should_stop}
         if start is not None:
@@ -254,11 +261,11 @@ def execute(
         if not sync:
             options |= {"address": address, "log_to_driver": log_to_driver}
         _new_run(config, log, parts or {}, sync=sync, **options).run(str(folder.resolve() / "model"))
-        was_stopped = should_stop() and log.snapshot().step < steps
+        was_stopped = should_stop() and log.state.step < steps
     return RunResult(
         config=config,
         account=_account(folder),
-        num_restarts=dict(log.restarts),
+        num_restarts=dict(log.state.restarts),
         seconds=time.monotonic() - started,
         was_stopped=was_stopped,
         stop_reason=log.stop_reason,

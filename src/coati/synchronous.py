@@ -73,7 +73,7 @@ class SynchronousRun(PlainPPOTrainer):
 
     def run(self, model_path: str) -> None:
         """Train as the config says, and save the actor to `model_path`, a folder that transformers loads."""
-        self._log.message = ""
+        self._log.state.message = ""
         self._log.begin()
         try:
             self.train()
@@ -133,14 +133,10 @@ class SynchronousRun(PlainPPOTrainer):
 
     def _report(self) -> None:
         """Log what both have recorded, the maker's first: it is older."""
-        for name, one, log in (
-            (_MAKER, self.maker, self._log.maker_records),
-            (_TRAINER, self, self._log.trainer_records),
-        ):
+        for name, one in ((_MAKER, self.maker), (_TRAINER, self)):
             report = one.report(*self._cursors[name])
             self._cursors[name] = report.records.cursor, report.spans.cursor
-            log(report.records.records)
-            self._log.spans(name, report.spans.records)
+            self._log.take(name, report.records.records, report.spans.records)
 
 
 class _AskedStop(threading.Event):

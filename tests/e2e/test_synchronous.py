@@ -191,7 +191,7 @@ def test_versions_ages_and_batches_of_a_run_with_a_remainder(run):
     assert [row["step"] for row in outcome.rows if "policy/loss" in row] == list(range(1, 11))
     assert outcome.column("maker/samples") == [8.0, 8.0, 4.0]
     assert all(seconds > 0 for seconds in outcome.column("wait/weights_seconds")[1:])  # while the trainer trained
-    assert outcome.log.num_samples == 20
+    assert outcome.log.state.num_made == 20
     assert [snapshot.step for snapshot in outcome.snapshots] == [*range(1, 11), 10]
     assert {name for row in outcome.rows for name in row} - {"step", "time", "version"} <= DOCUMENTED
 
@@ -293,7 +293,7 @@ def test_a_reward_that_fails_too_often_ends_it_with_the_reason(run, tmp_path):
 def test_a_stop_ends_it_with_what_was_trained(run):
     outcome = run(train={"total_steps": 50}, should_stop=lambda outcome: len(outcome.snapshots) >= 2)
     assert [snapshot.step for snapshot in outcome.snapshots] == [1, 2, 2]  # two batches, and the end
-    assert outcome.log.trainer_version == 2  # the weights after the second batch; the third never came
+    assert outcome.log.state.version == 2  # the weights after the second batch; the third never came
 
 
 def test_the_clock_starts_with_training(run):

@@ -91,8 +91,8 @@ def plain_line(snapshot: RunSnapshot) -> str:
         digits = 0 if snapshot.samples_per_second >= 10 else 1
         rate = f"{snapshot.samples_per_second:,.{digits}f}/s"
         facts.append(f"{counted(snapshot.num_trained, 'sample')} trained, {snapshot.num_made:,} made ({rate})")
-    if snapshot.restarts:
-        facts.append(counted(snapshot.restarts, "restart"))
+    if restarts := sum(snapshot.restarts.values()):
+        facts.append(counted(restarts, "restart"))
     return ", ".join([*facts, *times]) + (f" - {message}" if message else "")
 
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,13 +21,13 @@ _MAX_ROWS_HELD: Final = 64
 _MAX_QUARANTINED: Final = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RunSnapshot:
     """A run at one moment, for the person in front of it. What is not known yet is None."""
 
-    step: int  # training steps done
+    step: int = 0  # training steps done
     total_steps: int  # training steps planned; 0 if there is no plan
-    version: int  # version of the policy's weights
+    version: int = 0  # version of the policy's weights
     reward: float | None = None  # mean reward of the newest samples
     kl: float | None = None  # KL to the initial model, in nats per sample
     buffer_batches: int | None = None  # batches waiting in the replay buffer
@@ -39,8 +39,7 @@ class RunSnapshot:
     elapsed: float = 0.0  # seconds since training began
     startup: float = 0.0  # seconds before that
     message: str = ""  # what the run is doing, if the numbers do not show it
-    restarts: int = 0  # how often makers and trainers that died were started again
-
+    restarts: Mapping[str, int] = field(default_factory=dict)  # of makers and trainers that died
     evaluation: str = ""  # what the last evaluation found
 
     @property
@@ -56,8 +55,8 @@ class RunLog:
 
     `metrics.jsonl` has one row per training step. Numbers of a weight version (what makers report of the samples it
     wrote, what the update to the next version took) stand in the row of its last step, which is written when makers
-    have moved on to a later version; those of evaluations in the first row that is written after they came.
-    Without a folder nothing is written.
+    have moved on to a later version; those of its evaluation in the first row of that version or a later one that is
+    written after they came. Without a folder nothing is written.
     """
 
     def __init__(
@@ -67,35 +66,29 @@ class RunLog:
         total_steps: int,
         total_samples: int = 0,
         max_spans: int = 0,
+        shows_warnings: bool = True,
         clock: Callable[[], float] = time.monotonic,
         on_begin: Callable[[], None] = lambda: None,
     ) -> None:
+        self.state = RunSnapshot(total_steps=total_steps)
+        """Where the run stands. What the log does not see its owner writes there: message, restarts, the buffer."""
+        self.stop_reason = ""
+        """Why an evaluation has ended the run."""
         self._folder = folder
         self._failed: set[str] = set()  # files that could not be written
         self._num_spans_left = max_spans
+        self._shows_warnings = shows_warnings
         self._clock = clock
         self._rows: deque[dict[str, float]] = deque()  # one for each training step, not yet written
         self._made: dict[int, dict[str, Metric]] = {}  # what makers report, by version, not yet in a row
         self._maker_version = 0
-        self._total_steps, self._total_samples = total_steps, total_samples
-        self.step = 0
-        """Training steps done."""
+        self._total_samples = total_samples
         self._last_row = 0  # the last step that has a row
-        self.num_samples = 0
         self._next_sampled_version = 0
-        self._newest: Mapping[str, float] = {}  # what makers report of the last version that they have left behind
         self._evaluated: set[tuple[str, int]] = set()  # sets and versions
-        self._evaluation = ""  # the last
-        self._news: dict[str, float] = {}  # of evaluations, not yet in a row
-        self.stop_reason = ""
-        """Why an evaluation has ended the run."""
+        self._news: dict[int, dict[str, float]] = {}  # of evaluations, by version, not yet in a row
         self._quarantined: set[int] = set()  # ids of the samples in quarantine.jsonl
-        self.restarts: Mapping[str, int] = {}
-        """How often makers and trainers that died were started again; the owner keeps it up to date."""
         self._restarted_at: list[int] = []  # versions from which trainers continued
-        self.trainer_version = 0
-        self.buffer_batches: int | None = None
-        self.message = ""
         self._on_begin = on_begin
         self._opened = self._started = self._clock()
         self._pace = _Pace(self._started)
@@ -104,12 +97,12 @@ class RunLog:
         """Training starts now: the pace and samples per second leave out what came before."""
         self._on_begin()
         self._started = self._clock()
-        self._pace = _Pace(self._started, self.step, self.num_samples)
+        self._pace = _Pace(self._started, self.state.step, self.state.num_made)
 
     def stand_at(self, step: int, version: int) -> None:
         """So far has the run come before this start: the pace leaves it out."""
-        self.step, self.trainer_version = step, version
-        self._pace = _Pace(self._clock(), step, self.num_samples)
+        self.state.step, self.state.version = step, version
+        self._pace = _Pace(self._clock(), step, self.state.num_made)
 
     def continue_from(self, step: int, version: int, *, is_restart: bool = False) -> None:
         """Go on after a step: what is known of later ones, here and in the files of the run, is cut off.
@@ -129,60 +122,57 @@ class RunLog:
         self._made = {made_by: made for made_by, made in self._made.items() if made_by < version}
         self._last_row = int([{"step": 0}, *rows, *self._rows][-1]["step"])
         self._maker_version = self._next_sampled_version = version
-        self._newest = next((row for row in reversed(rows) if "reward/mean" in row), {})
+        self._show(next((row for row in reversed(rows) if "reward/mean" in row), {}))
         made = [*rows, *map(values_of, self._made.values())]
-        self.num_samples = int(sum(numbers.get("maker/samples", 0.0) for numbers in made))
+        self.state.num_made = int(sum(numbers.get("maker/samples", 0.0) for numbers in made))
         self.stand_at(step, version)
 
-    def maker_records(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Take a maker's records: typed metrics, and a few samples."""
+    def take(self, actor: str, records: Iterable[Mapping[str, Any]], spans: Sequence[Span] = ()) -> None:
+        """Take what an actor has recorded, of whatever kind, and what it did when."""
         for record in records:
             if "warning" in record:
-                continue
-            if "quarantined" in record:
+                if self._shows_warnings:
+                    logger.warning("%s: %s", actor, record["warning"], extra={"kind": record["kind"]})
+            elif "quarantined" in record:
                 self._quarantine({"version": record["version"], **record["quarantined"]})
-                continue
-            version = int(record["version"])
-            if any(start <= version for start in self._restarted_at[record.get("incarnation", 0) :]):
-                continue  # trainers continued from before it, and it is made again
-            if version > self._maker_version:
-                self._complete_version()
-                self._maker_version = version
-            # A late record of an older version counts with the current one, if the row of its own is written.
-            made_by = version if version in self._made else self._maker_version
-            merge_metrics(self._made.setdefault(made_by, {}), record["metrics"])
-            self.num_samples += int(record["metrics"]["maker/samples"].value)
-            self._keep_samples(version, record["samples"])
+            elif "evaluation" in record:
+                self._take_evaluation(record["evaluation"])
+            elif "batch" in record:
+                self._take_step(int(record["batch"]), int(record["version"]), _numbers(record["metrics"]))
+            else:
+                self._take_made(int(record["version"]), record)
         self._write_rows()
+        self._write_spans(actor, spans)
 
-    def trainer_records(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Take a trainer's records: the numbers of each step, and those of each weight update under its last step."""
-        for record in records:
-            if "evaluation" in record:
-                self._note_evaluation(record["evaluation"])
-            if not record.keys().isdisjoint({"warning", "evaluation"}):
-                continue
-            step, version = int(record["batch"]), int(record["version"])
-            self.trainer_version = max(self.trainer_version, version)
-            metrics = _numbers(record["metrics"])
-            self.step = max(self.step, step)
-            if step > self._last_row:
-                if self.buffer_batches is not None:
-                    metrics["buffer/batches"] = float(self.buffer_batches)
-                metrics |= {f"restarts/{kind}": float(number) for kind, number in self.restarts.items()}
-                self._rows.append({"step": step, "version": version, "time": time.time(), **metrics})
-                self._last_row = step
-            elif self._rows:  # of an update; one that took so long that its row is written goes to the next
-                next((row for row in self._rows if row["step"] == step), self._rows[0]).update(metrics)
-        self._write_rows()
+    def _take_made(self, version: int, record: Mapping[str, Any]) -> None:
+        """Take a maker's typed metrics of a batch, and a few samples of it."""
+        if any(start <= version for start in self._restarted_at[record.get("incarnation", 0) :]):
+            return  # trainers continued from before it, and it is made again
+        if version > self._maker_version:
+            self._complete_version()
+            self._maker_version = version
+        # A late record of an older version counts with the current one, if the row of its own is written.
+        made_by = version if version in self._made else self._maker_version
+        merge_metrics(self._made.setdefault(made_by, {}), record["metrics"])
+        self.state.num_made += int(record["metrics"]["maker/samples"].value)
+        if record["samples"] and version >= self._next_sampled_version:
+            self._next_sampled_version = version + 1
+            self._append("samples", [{"version": version, **sample} for sample in record["samples"]])
 
-    def warnings(self, actor: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Log the warnings among an actor's records."""
-        for record in records:
-            if "warning" in record:
-                logger.warning("%s: %s", actor, record["warning"], extra={"kind": record["kind"]})
+    def _take_step(self, step: int, version: int, metrics: dict[str, float]) -> None:
+        """Take a trainer's numbers of a step, or of a weight update under its last step."""
+        now = self.state
+        now.step, now.version = max(now.step, step), max(now.version, version)
+        if step > self._last_row:
+            if now.buffer_batches is not None:
+                metrics["buffer/batches"] = float(now.buffer_batches)
+            metrics |= {f"restarts/{kind}": float(number) for kind, number in now.restarts.items()}
+            self._rows.append({"step": step, "version": version, "time": time.time(), **metrics})
+            self._last_row = step
+        elif self._rows:  # of an update; one that took so long that its row is written goes to the next
+            next((row for row in self._rows if row["step"] == step), self._rows[0]).update(metrics)
 
-    def spans(self, actor: str, spans: Sequence[Span]) -> None:
+    def _write_spans(self, actor: str, spans: Sequence[Span]) -> None:
         """Write down what an actor did when, one span a line, as long as there is room."""
         if not spans or self._num_spans_left == 0:
             return
@@ -196,35 +186,35 @@ class RunLog:
         """Write everything that was reported so far."""
         self._complete_version()
         self._write_rows(is_end=True)
-        if self._news:  # of the final model
-            self._write_row({"step": self.step, "version": self.trainer_version, "time": time.time()})
+
+    def close(self) -> None:
+        """Write all that is left; what evaluations found of the final model has a row of its own."""
+        self.flush()
+        if self._news:
+            now = self.state
+            self._write_row({"step": now.step, "version": max(now.version, *self._news), "time": time.time()})
 
     def snapshot(self) -> RunSnapshot:
         """Return where the run stands."""
-        now = self._clock()
-        samples_per_second, seconds_per_step = self._pace.note(now, self.step, self.num_samples)
-        return RunSnapshot(
-            step=self.step,
-            total_steps=self._total_steps,
-            version=self.trainer_version,
-            reward=self._newest.get("reward/mean"),
-            kl=self._newest.get("kl/per_sample"),
-            buffer_batches=self.buffer_batches,
-            num_made=self.num_samples,
-            num_trained=self.step * self._total_samples // max(1, self._total_steps),
+        clock, now = self._clock(), self.state
+        samples_per_second, seconds_per_step = self._pace.note(clock, now.step, now.num_made)
+        return replace(
+            now,
+            num_trained=now.step * self._total_samples // max(1, now.total_steps),
             samples_per_second=samples_per_second,
             seconds_per_step=seconds_per_step,
-            elapsed=now - self._started,
+            elapsed=clock - self._started,
             startup=self._started - self._opened,
-            message=self.message,
-            restarts=sum(self.restarts.values()),
-            evaluation=self._evaluation,
+            restarts=dict(now.restarts),
         )
 
     def _complete_version(self) -> None:
-        """Note the numbers of the version that makers wrote last, for the live view."""
+        """Show the numbers of the version that makers wrote last."""
         if made := self._made.get(self._maker_version):
-            self._newest = values_of(made)
+            self._show(values_of(made))
+
+    def _show(self, made: Mapping[str, float]) -> None:
+        self.state.reward, self.state.kl = made.get("reward/mean"), made.get("kl/per_sample")
 
     def _write_rows(self, *, is_end: bool = False) -> None:
         """Write the rows that are complete, in order."""
@@ -243,32 +233,29 @@ class RunLog:
             self._write_row(self._rows.popleft())
 
     def _write_row(self, row: dict[str, float]) -> None:
-        row, self._news = row | self._news, {}
+        for version in [version for version in self._news if version <= row["version"]]:
+            row |= self._news.pop(version)
         self._append("metrics", [row])
 
-    def _note_evaluation(self, found: Mapping[str, Any]) -> None:
+    def _take_evaluation(self, found: Mapping[str, Any]) -> None:
         """Write down what an evaluation found, once: a checkpoint holds the last records too."""
         key = found["name"], found["version"]
         if key in self._evaluated:
             return
         self._evaluated.add(key)
         values = [f"{name} {value:.3f}" for name, value in found.items() if name.startswith("avg@")]
-        self._evaluation = f"{found['name']} {values[0] if values else 'without scores'} (version {found['version']})"
+        said = values[0] if values else "without scores"
+        self.state.evaluation = f"{found['name']} {said} (version {found['version']})"
         self.stop_reason = found.get("stop", self.stop_reason)
-        self._append("evaluations", [{"step": self.step, "time": time.time(), **found}])
-        self._news |= _numbers({f"eval/{found['name']}/{name}": value for name, value in found.items()})
+        self._append("evaluations", [{"step": self.state.step, "time": time.time(), **found}])
+        numbers = _numbers({f"eval/{found['name']}/{name}": value for name, value in found.items()})
+        self._news.setdefault(found["version"], {}).update(numbers)
 
     def _quarantine(self, sample: Mapping[str, Any]) -> None:
         """Write a sample down, once: a group that is granted again has the same samples."""
         if sample["sample_id"] not in self._quarantined and len(self._quarantined) < _MAX_QUARANTINED:
             self._quarantined.add(sample["sample_id"])
             self._append("quarantine", [sample])
-
-    def _keep_samples(self, version: int, samples: list[dict[str, Any]]) -> None:
-        if not samples or version < self._next_sampled_version:
-            return
-        self._next_sampled_version = version + 1
-        self._append("samples", [{"version": version, **sample} for sample in samples])
 
     def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         """Write to a file. Losing a log must not lose a run: a file that fails is left alone from then on."""

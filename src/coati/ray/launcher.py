@@ -60,10 +60,8 @@ class DetachedRun:
         self._folder = self._config.output_folder.resolve()
         self._remedy = f"To continue from the newest checkpoint, if there is one: coati train --resume {self._folder}"
         self._factory = make_factory(self._config, parts=parts)
-        self._supervisor = Supervisor(
-            self._config, self._factory, log, remedy=self._remedy, shows_warnings=not log_to_driver
-        )
-        log.restarts = self._supervisor.restarts.counts
+        self._supervisor = Supervisor(self._config, self._factory, log, remedy=self._remedy)
+        log.state.restarts = self._supervisor.restarts.counts
 
     def run(self, model_path: str) -> None:
         """Train, and save the actor to `model_path`."""
@@ -132,7 +130,7 @@ class DetachedRun:
     def _save_after_failure(self, path: str, error: Exception) -> None:
         """Save what a lone trainer has learned, if it still answers. A group can only save together."""
         self._supervisor.is_stopping = True
-        version = self._log.trainer_version
+        version = self._log.state.version
         if not version or self._supervisor.is_starting:
             return
         if len(self._supervisor.trainers) == 1:
@@ -141,5 +139,5 @@ class DetachedRun:
             error.add_note(f"A group of trainers cannot save the model after a failure. {self._remedy}")
 
     def _show(self, message: str) -> None:
-        self._log.message = message
+        self._log.state.message = message
         self._on_progress(self._log.snapshot())

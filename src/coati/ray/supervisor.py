@@ -47,14 +47,13 @@ class Supervisor:
     """Follows the makers and trainers of a run. Nothing here waits longer than the `turn` that it is called in."""
 
     def __init__(
-        self, config: RunSettings, factory: ActorFactory, log: RunLog, *, remedy: str = "", shows_warnings: bool = True
+        self, config: RunSettings, factory: ActorFactory, log: RunLog, *, remedy: str = ""
     ) -> None:
-        """`remedy` ends the message of a death that ends the run. `shows_warnings`: log those of actors."""
+        """`remedy` ends the message of a death that ends the run."""
         self._config = config
         self._factory = factory
         self._log = log
         self._remedy = remedy
-        self._shows_warnings = shows_warnings
         self.restarts = Restarts(config.topology.max_restarts, remedy=remedy)
         self.makers: dict[str, RunActor] = {}
         self.trainers: dict[str, RunActor] = {}
@@ -191,14 +190,11 @@ class Supervisor:
             return
         records = report.records.records
         actor.cursors = report.records.cursor, report.spans.cursor
-        self._log.spans(actor.name, report.spans.records)
-        if self._shows_warnings:
-            self._log.warnings(actor.name, records)
-        if actor.name in self.makers:
-            self._log.maker_records(records)
-        elif actor.number == 0:  # the ranks of a group report the same steps
-            self._log.trainer_records(records)
-            self._log.buffer_batches = report.progress.num_waiting
+        if actor.name in self.trainers and actor.number > 0:  # the ranks of a group report the same steps
+            records = [record for record in records if "warning" in record]
+        elif actor.name in self.trainers:
+            self._log.state.buffer_batches = report.progress.num_waiting
+        self._log.take(actor.name, records, report.spans.records)
 
     def _note_stall(self, maker: RunActor) -> None:
         """Have the leases of a maker that does not answer granted to others: what it delivers later is refused."""

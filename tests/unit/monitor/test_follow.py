@@ -116,8 +116,8 @@ def test_an_object_gets_what_the_files_hold(folder):
         for step in (1, 2):
             made = {"reward/mean": coati.monitor.Mean(0.5, 4), "kl/per_sample": coati.monitor.Mean(1.0, 4)}
             made["maker/samples"] = coati.monitor.Sum(4)
-            log.maker_records([{"version": step - 1, "metrics": made, "samples": [sample(step - 1, f"text {step}")]}])
-            log.trainer_records([{"batch": step, "version": step - 1, "metrics": {"policy/loss": 0.5 * step}}])
+            log.take("maker-0", [{"version": step - 1, "metrics": made, "samples": [sample(step - 1, f"text {step}")]}])
+            log.take("trainer-0", [{"batch": step, "version": step - 1, "metrics": {"policy/loss": 0.5 * step}}])
         log.flush()
     rows = read_jsonl(folder / "metrics.jsonl")
     assert len(rows) == 2

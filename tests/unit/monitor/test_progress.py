@@ -38,7 +38,7 @@ def test_a_plain_line():
 
 def test_restarts_are_shown_once_there_are_some():
     assert "restart" not in plain_line(halfway())
-    assert "2 restarts, 0:00:12 elapsed" in plain_line(halfway(restarts=2))
+    assert "2 restarts, 0:00:12 elapsed" in plain_line(halfway(restarts={"makers": 2}))
 
 
 def test_a_plain_line_before_anything_is_known():

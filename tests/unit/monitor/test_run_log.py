@@ -63,13 +63,13 @@ def columns(tmp_path, *names):
 def test_makers_of_a_version_stand_in_the_row_of_its_last_step(make_log, tmp_path):
     log = make_log()
     # Version 0: 4 samples of mean 0.2 and 12 of mean 0.6: (4 · 0.2 + 12 · 0.6) / 16 = 0.5
-    log.maker_records([made(0, 0.2), made(0, 0.6, samples=12, kl=3.0)])
-    log.trainer_records([trained(1, 0, **{"policy/loss": 1.0}), trained(2, 0, **{"policy/loss": 2.0})])
+    log.take("maker-0", [made(0, 0.2), made(0, 0.6, samples=12, kl=3.0)])
+    log.take("trainer-0", [trained(1, 0, **{"policy/loss": 1.0}), trained(2, 0, **{"policy/loss": 2.0})])
     assert columns(tmp_path, "step") == [(1,)]  # step 2 may be the last of version 0
-    log.trainer_records([trained(2, 1, **{"weights/bytes": 64.0})])  # of the update to version 1
-    log.trainer_records([trained(3, 1, **{"policy/loss": 3.0})])
+    log.take("trainer-0", [trained(2, 1, **{"weights/bytes": 64.0})])  # of the update to version 1
+    log.take("trainer-0", [trained(3, 1, **{"policy/loss": 3.0})])
     assert columns(tmp_path, "step") == [(1,)]  # makers may still send samples of version 0
-    log.maker_records([made(1, 0.9)])
+    log.take("maker-0", [made(1, 0.9)])
     assert columns(tmp_path, "step", "version", "policy/loss", "weights/bytes", "maker/samples") == [
         (1, 0, 1.0, None, None),
         (2, 0, 2.0, 64.0, 16.0),
@@ -84,32 +84,32 @@ def test_makers_of_a_version_stand_in_the_row_of_its_last_step(make_log, tmp_pat
 
 def test_a_late_record_of_an_older_version_is_counted_with_the_current_one(make_log, tmp_path):
     log = make_log()
-    log.maker_records([made(2, 0.5), made(1, 0.7)])
-    log.trainer_records([trained(batch, batch - 1) for batch in (1, 2, 3)])
+    log.take("maker-0", [made(2, 0.5), made(1, 0.7)])
+    log.take("trainer-0", [trained(batch, batch - 1) for batch in (1, 2, 3)])
     log.flush()
     assert columns(tmp_path, "version", "reward/mean") == [(0, None), (1, None), (2, pytest.approx(0.6))]
 
 
 def test_every_sample_is_counted_once_though_makers_skip_versions(make_log, tmp_path):
     log = make_log()
-    log.maker_records([made(0, 0.5), made(3, 0.5), made(4, 0.5)])
-    log.trainer_records([trained(batch, batch - 1) for batch in range(1, 7)])
+    log.take("maker-0", [made(0, 0.5), made(3, 0.5), made(4, 0.5)])
+    log.take("trainer-0", [trained(batch, batch - 1) for batch in range(1, 7)])
     log.flush()
     assert columns(tmp_path, "version", "maker/samples") == [(0, 4), (1, None), (2, None), (3, 4), (4, 4), (5, None)]
 
 
 def test_an_update_that_arrives_after_its_row_is_in_the_next(make_log, tmp_path):
     log = make_log()
-    log.trainer_records([trained(1, 0), trained(2, 1)])
-    log.maker_records([made(1, 0.5)])
-    log.trainer_records([trained(1, 1, **{"weights/bytes": 64.0})])
+    log.take("trainer-0", [trained(1, 0), trained(2, 1)])
+    log.take("maker-0", [made(1, 0.5)])
+    log.take("trainer-0", [trained(1, 1, **{"weights/bytes": 64.0})])
     log.flush()
     assert columns(tmp_path, "step", "weights/bytes") == [(1, None), (2, 64.0)]
 
 
 def test_rows_do_not_wait_for_makers_for_ever(make_log, tmp_path):
     log = make_log()
-    log.trainer_records([trained(batch, batch - 1) for batch in range(1, 101)])  # makers have ended, say
+    log.take("trainer-0", [trained(batch, batch - 1) for batch in range(1, 101)])  # makers have ended, say
     assert 30 < len(written(tmp_path, "metrics")) < 100
     log.flush()
     assert columns(tmp_path, "step") == [(step,) for step in range(1, 101)]
@@ -118,15 +118,15 @@ def test_rows_do_not_wait_for_makers_for_ever(make_log, tmp_path):
 def test_metrics_load_in_pandas_as_one_numeric_row_per_step(make_log, tmp_path):
     pandas = pytest.importorskip("pandas")
     log = make_log()
-    log.buffer_batches = 2
-    log.trainer_records([trained(0, 0, **{"weights/bytes": 1.0})])  # the first weights: before any step
+    log.state.buffer_batches = 2
+    log.take("trainer-0", [trained(0, 0, **{"weights/bytes": 1.0})])  # the first weights: before any step
     for version in range(3):
-        log.maker_records([made(version, 0.5, texts=[sample()]), {"warning": "slow"}])
+        log.take("maker-0", [made(version, 0.5, texts=[sample()]), {"warning": "slow", "kind": "here"}])
         for epoch in range(2):
             step = 2 * version + epoch + 1
             numbers = {"policy/loss": float("nan"), "policy/entropy": 1.5, "a/text": "no number"}
-            log.trainer_records([trained(step, version, **numbers), {"warning": "slow"}])
-        log.trainer_records([trained(2 * version + 2, version + 1, **{"weights/bytes": 1.0})])
+            log.take("trainer-0", [trained(step, version, **numbers), {"warning": "slow", "kind": "here"}])
+        log.take("trainer-0", [trained(2 * version + 2, version + 1, **{"weights/bytes": 1.0})])
     log.flush()
     table = pandas.read_json(tmp_path / "metrics.jsonl", lines=True)
     assert list(table["step"]) == [1, 2, 3, 4, 5, 6]
@@ -144,7 +144,7 @@ def test_without_records_nothing_is_written(make_log, tmp_path):
 
 
 def test_warnings_of_an_actor_are_logged_with_its_name_and_their_kind(make_log, caplog):
-    make_log().warnings("maker-0", [{"warning": "waited 10 s", "kind": "here"}, made(0, 0.5)])
+    make_log().take("maker-0", [{"warning": "waited 10 s", "kind": "here"}, made(0, 0.5)])
     assert [(record.message, record.kind) for record in caplog.records] == [("maker-0: waited 10 s", "here")]
 
 
@@ -153,29 +153,29 @@ def test_snapshot_by_hand(make_log, clock):
     empty = log.snapshot()
     assert (empty.step, empty.version, empty.reward, empty.kl) == (0, 0, None, None)
     assert (empty.elapsed, empty.samples_per_second) == (0.0, None)
-    log.message = "loading models"
-    log.buffer_batches = 3
-    log.maker_records([made(0, 0.25), made(1, 0.75, kl=2.0), made(2, 0.9)])
+    log.state.message = "loading models"
+    log.state.buffer_batches = 3
+    log.take("maker-0", [made(0, 0.25), made(1, 0.75, kl=2.0), made(2, 0.9)])
     clock.now += 6.0
     snapshot = log.snapshot()
     assert (snapshot.reward, snapshot.kl) == (0.75, 2.0)  # of the newest version that is complete
     assert snapshot.samples_per_second == 2.0  # 12 samples in 6 s
     assert (snapshot.elapsed, snapshot.buffer_batches, snapshot.message) == (6.0, 3, "loading models")
-    assert log.num_samples == 12
+    assert log.state.num_made == 12
 
 
 def test_time_and_rate_count_from_begin(make_log, clock):
     log = make_log()
-    log.maker_records([made(0, 0.5, samples=4)])
+    log.take("maker-0", [made(0, 0.5, samples=4)])
     clock.now += 100.0  # loading libraries and models
     log.begin()
     assert log.snapshot().elapsed == 0.0
     assert log.snapshot().startup == 100.0  # the clock that is shown goes on
-    log.maker_records([made(0, 0.5, samples=6)])
+    log.take("maker-0", [made(0, 0.5, samples=6)])
     clock.now += 3.0
     snapshot = log.snapshot()
     assert (snapshot.elapsed, snapshot.samples_per_second) == (3.0, 2.0)  # 6 samples in 3 s
-    assert log.num_samples == 10
+    assert log.state.num_made == 10
 
 
 def test_rate_and_time_left_are_those_of_the_last_minute(make_log, clock):
@@ -184,8 +184,8 @@ def test_rate_and_time_left_are_those_of_the_last_minute(make_log, clock):
 
     def go_on(batch, *, seconds, samples):
         clock.now += seconds
-        log.trainer_records([trained(batch, batch)])
-        log.maker_records([made(batch, 0.5, samples=samples)])
+        log.take("trainer-0", [trained(batch, batch)])
+        log.take("maker-0", [made(batch, 0.5, samples=samples)])
         return log.snapshot()
 
     compiling = go_on(1, seconds=100.0, samples=4)
@@ -203,14 +203,14 @@ def test_rate_and_time_left_are_those_of_the_last_minute(make_log, clock):
 
 def test_the_first_samples_of_each_version_are_written(make_log, tmp_path):
     log = make_log()
-    log.maker_records([made(version, 0.5, texts=[sample()]) for version in [0, 0, 1, 3, 2]])
+    log.take("maker-0", [made(version, 0.5, texts=[sample()]) for version in [0, 0, 1, 3, 2]])
     assert [line["version"] for line in written(tmp_path)] == [0, 1, 3]
 
 
 def test_samples_are_written_as_text(make_log, tmp_path):
     log = make_log()
-    log.trainer_records([trained(5, 0)])
-    log.maker_records([made(0, 0.5, texts=[sample(response=" très bien \ud83c"), sample(reward=0.25)])])
+    log.take("trainer-0", [trained(5, 0)])
+    log.take("maker-0", [made(0, 0.5, texts=[sample(response=" très bien \ud83c"), sample(reward=0.25)])])
     first, second = written(tmp_path)
     assert first == {
         "version": 0,
@@ -224,18 +224,18 @@ def test_samples_are_written_as_text(make_log, tmp_path):
 
 def test_a_batch_without_samples_leaves_the_turn_to_the_next(make_log, tmp_path):
     log = make_log()
-    log.maker_records([made(0, 0.5), made(0, 0.5, texts=[sample()])])
+    log.take("maker-0", [made(0, 0.5), made(0, 0.5, texts=[sample()])])
     assert [line["version"] for line in written(tmp_path)] == [0]
 
 
 def test_spans_are_written_as_long_as_there_is_room(make_log, tmp_path, caplog):
     path = tmp_path / "spans.jsonl"
     log = make_log(max_spans=3)
-    log.spans("maker-0", [])
+    log.take("maker-0", [], [])
     assert not path.exists()
-    log.spans("maker-0", [Span("generate", 1.0, 2.5, 4), Span("score", 2.5, 2.75, 4)])
-    log.spans("trainer-0", [Span("train", 2.0, 3.0, 4), Span("publish", 3.0, 4.0, 5)])
-    log.spans("trainer-0", [Span("train", 4.0, 5.0, 5)])
+    log.take("maker-0", [], [Span("generate", 1.0, 2.5, 4), Span("score", 2.5, 2.75, 4)])
+    log.take("trainer-0", [], [Span("train", 2.0, 3.0, 4), Span("publish", 3.0, 4.0, 5)])
+    log.take("trainer-0", [], [Span("train", 4.0, 5.0, 5)])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[0] == {"actor": "maker-0", "what": "generate", "start": 1.0, "end": 2.5, "version": 4}
     assert [(row["actor"], row["what"]) for row in rows[1:]] == [("maker-0", "score"), ("trainer-0", "train")]
@@ -246,7 +246,7 @@ def test_spans_are_written_as_long_as_there_is_room(make_log, tmp_path, caplog):
 @pytest.mark.parametrize("folder", [True, False])
 def test_without_room_or_a_folder_no_spans_are_written(folder, tmp_path):
     log = RunLog(tmp_path if folder else None, total_steps=1, max_spans=0 if folder else 10)
-    log.spans("maker-0", [Span("generate", 1.0, 2.5, 4)])
+    log.take("maker-0", [], [Span("generate", 1.0, 2.5, 4)])
     log.flush()
     assert list(tmp_path.iterdir()) == []
 
@@ -256,9 +256,9 @@ def test_a_file_that_cannot_be_written_is_reported_once_and_the_run_continues(ma
     for name in ("samples", "spans", "metrics"):
         (tmp_path / f"{name}.jsonl").mkdir()  # as good as a full disk
     for version in range(3):
-        log.maker_records([made(version, 0.5, texts=[sample()])])
-        log.trainer_records([trained(version + 1, version)])
-        log.spans("maker-0", [Span("generate", 1.0, 2.0, version)])
+        log.take("maker-0", [made(version, 0.5, texts=[sample()])])
+        log.take("trainer-0", [trained(version + 1, version)])
+        log.take("maker-0", [], [Span("generate", 1.0, 2.0, version)])
     log.flush()
     assert sorted(message.split(" ")[0].rsplit("/", 1)[1] for message in caplog.messages) == [
         "metrics.jsonl",
@@ -277,18 +277,18 @@ def test_on_begin_is_called_when_training_begins(make_log):
 
 def test_the_first_samples_in_quarantine_are_written_down(tmp_path):
     log = RunLog(tmp_path, total_steps=1)
-    log.maker_records({"quarantined": {"sample_id": number}, "version": 0} for number in range(1200))
+    log.take("maker-0", [{"quarantined": {"sample_id": number}, "version": 0} for number in range(1200)])
     assert [row["sample_id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == list(range(1000))
 
 
 def test_a_sample_is_in_quarantine_once_however_often_it_is_made(tmp_path):
     log = RunLog(tmp_path, total_steps=1)
     failed = [{"quarantined": {"sample_id": number}, "version": number} for number in range(3)]
-    log.maker_records([*failed, failed[0]])  # its group was granted again
+    log.take("maker-0", [*failed, failed[0]])  # its group was granted again
     log = RunLog(tmp_path, total_steps=1)
     log.continue_from(2, 2)
     assert [row["sample_id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == [0, 1]
-    log.maker_records(failed)
+    log.take("maker-0", failed)
     assert [row["sample_id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == [0, 1, 2]
 
 
@@ -303,7 +303,7 @@ def test_a_run_that_is_resumed_stands_at_its_checkpoint_before_the_first_step(tm
     snapshot = log.snapshot()
     assert (snapshot.step, snapshot.version, snapshot.num_trained) == (40, 20, 400)
     assert snapshot.seconds_left is None, "no step yet to tell the pace by"
-    log.trainer_records([trained(40, 19), trained(41, 20)])  # the first is in the checkpoint, and has no row yet
+    log.take("trainer-0", [trained(40, 19), trained(41, 20)])  # the first is in the checkpoint, and has no row yet
     assert log.snapshot().seconds_left == 9.0 * 19
     log.flush()
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [40, 41]
@@ -311,19 +311,19 @@ def test_a_run_that_is_resumed_stands_at_its_checkpoint_before_the_first_step(tm
 
 def test_when_trainers_are_started_again_what_came_after_their_checkpoint_is_made_again(tmp_path):
     log = RunLog(tmp_path, total_steps=6)
-    log.restarts = {"makers": 1, "trainers": 0}
+    log.state.restarts = {"makers": 1, "trainers": 0}
     for version in range(4):
-        log.maker_records([made(version, reward=float(version), texts=[sample()])])
-        log.trainer_records([{"batch": version + 1, "version": version, "metrics": {"policy/loss": 1.0}}])
-    log.restarts = {"makers": 1, "trainers": 1}
+        log.take("maker-0", [made(version, reward=float(version), texts=[sample()])])
+        log.take("trainer-0", [{"batch": version + 1, "version": version, "metrics": {"policy/loss": 1.0}}])
+    log.state.restarts = {"makers": 1, "trainers": 1}
     log.continue_from(2, 2, is_restart=True)
-    assert (log.snapshot().step, log.snapshot().version, log.snapshot().restarts) == (2, 2, 2)
+    assert (log.snapshot().step, log.snapshot().version, sum(log.snapshot().restarts.values())) == (2, 2, 2)
     assert log.snapshot().reward == 1.0
-    assert log.num_samples == 8
-    log.maker_records([made(3, reward=99.0)])  # by a maker that has not heard of it yet
+    assert log.state.num_made == 8
+    log.take("maker-0", [made(3, reward=99.0)])  # by a maker that has not heard of it yet
     for version in (2, 3):
-        log.maker_records([{**made(version, reward=10.0 + version, texts=[sample()]), "incarnation": 1}])
-        log.trainer_records([{"batch": version + 1, "version": version, "metrics": {"policy/loss": 2.0}}])
+        log.take("maker-0", [{**made(version, reward=10.0 + version, texts=[sample()]), "incarnation": 1}])
+        log.take("trainer-0", [{"batch": version + 1, "version": version, "metrics": {"policy/loss": 2.0}}])
     log.flush()
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -331,5 +331,20 @@ def test_when_trainers_are_started_again_what_came_after_their_checkpoint_is_mad
     assert [row["reward/mean"] for row in rows] == [0.0, 1.0, 12.0, 13.0]
     assert [row["restarts/trainers"] for row in rows] == [0.0, 0.0, 1.0, 1.0]
     assert log.snapshot().reward == 13.0
-    assert log.num_samples == 16
+    assert log.state.num_made == 16
     assert [row["version"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [0, 1, 2, 3]
+
+
+def evaluated(version):
+    return {"evaluation": {"name": "held-out", "version": version, "avg@1": float(version)}}
+
+
+def test_an_evaluation_stands_in_a_row_of_its_version_or_later_and_that_of_the_final_model_in_its_own(
+    make_log, tmp_path
+):
+    log = make_log()
+    log.take("trainer-0", [evaluated(0), trained(1, 0), trained(2, 1), evaluated(1), trained(3, 2), evaluated(3)])
+    log.flush()  # of a checkpoint, with which no run ends
+    assert columns(tmp_path, "step", "version", "eval/held-out/avg@1") == [(1, 0, 0.0), (2, 1, 1.0), (3, 2, None)]
+    log.close()
+    assert columns(tmp_path, "step", "version", "eval/held-out/avg@1")[3:] == [(3, 3, 3.0)]

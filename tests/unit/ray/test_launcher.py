@@ -204,7 +204,7 @@ def test_when_a_trainer_dies_all_are_started_again_and_the_makers_live_on(stage,
         assert trainer.is_synced
     rows = [json.loads(line) for line in (one.folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [*range(1, step + 1), 3, 4]
-    assert one.snapshots[-1].restarts == rows[-1]["restarts/trainers"] == 1
+    assert one.snapshots[-1].restarts["trainers"] == rows[-1]["restarts/trainers"] == 1
     assert ("from its beginning" in caplog.text) == (step == 0)
 
 
