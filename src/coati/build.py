@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from coati.config import RunSettings
 from coati.devices import device_errors_explained
@@ -129,13 +130,12 @@ def load_tokenizer(config: RunSettings) -> Any:
     return _loaded(config, "model.tokenizer", config.tokenizer_path, AutoTokenizer, padding_side="left")
 
 
-def check_inputs(config: RunSettings) -> PromptStream:
-    """Load prompts, tokenizer and the models' configs, so that a mistake is reported now; returns the prompts."""
+def check_inputs(config: RunSettings) -> None:
+    """Load prompts, tokenizer and the models' configs, so that a mistake is reported now."""
     if ":" in config.algorithm.loss:
         load_loss(config.algorithm.loss, tuple(config.reward_search_paths))
-    prompts = make_prompts(config)
-    for one in config.eval:
-        make_prompts(config.for_evaluation(one))
+    for one in (config, *map(config.for_evaluation, config.eval)):
+        make_prompts(one)
     critic = config.model.path if config.model.critic == "actor" else config.model.critic
     reference = config.reference_path or config.model.path
     paths = {"model.path": config.model.path, "model.reference": reference, "model.critic": critic}
@@ -148,7 +148,6 @@ def check_inputs(config: RunSettings) -> PromptStream:
             f"Models and tokenizer must share a vocabulary, got {came} tokens. Use models and a tokenizer "
             "that go together: a KL between two vocabularies means nothing."
         )
-    return prompts
 
 
 def make_prompts(config: RunSettings) -> PromptStream:
@@ -218,6 +217,9 @@ def _dtype(config: RunSettings) -> torch.dtype:
 def _loaded(
     config: RunSettings, setting: str, path: str, model_class: Any, *, device: Any = None, **kwargs: Any
 ) -> Any:
+    verbosity, has_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()  # heads of critics are new, and no fault
+    transformers_logging.disable_progress_bar()
     try:
         with device_errors_explained(f"loading {setting} {path!r}", 'Use a smaller model, or model.dtype "bfloat16".'):
             model = model_class.from_pretrained(path, trust_remote_code=config.model.trust_remote_code, **kwargs)
@@ -230,3 +232,7 @@ def _loaded(
             f"{setting} {path!r} could not be loaded by transformers: {said[0] if said else type(error).__name__} "
             "If a file is damaged or missing, use another copy."
         ) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if has_bars:
+            transformers_logging.enable_progress_bar()

@@ -23,8 +23,10 @@ from coati.monitor import RunLog, RunSnapshot, Tracker, read_jsonl
 from coati.monitor.follow import following
 from coati.monitor.records import WarningsFile
 from coati.run_folder import (
+    StartingPoint,
     check_incomplete,
     check_inputs_outside,
+    check_run_folder,
     choose_start,
     continue_files,
     open_run_folder,
@@ -130,7 +132,9 @@ def train(
                 f"{name} must be a function or a class, got {type(part).__name__}. "
                 "Rewards by name, models and sums of them go into [reward]."
             )
-    settings = prepare(config, resume=resume, overrides=overrides, reward=reward, sync=sync, address=address)
+    settings = choose_settings(config, resume=resume, overrides=overrides, reward=reward, sync=sync)
+    has = {"has_reward": reward is not None, "is_resumed": resume is not None}
+    start = check_run(settings, **has, overwrite=overwrite, sync=sync, address=address)
     with contextlib.ExitStack() as stack:
         if on_progress is None and sys.stderr.isatty():
             from rich.console import Console
@@ -141,7 +145,7 @@ def train(
         return execute(
             settings,
             parts=parts,
-            is_resumed=resume is not None,
+            start=start,
             overwrite=overwrite,
             sync=sync,
             address=address,
@@ -151,16 +155,15 @@ def train(
         )
 
 
-def prepare(
+def choose_settings(
     config: str | os.PathLike[str] | Mapping[str, Any] | RunSettings | None,
     *,
     resume: str | os.PathLike[str] | None = None,
     overrides: Sequence[str] = (),
     reward: Callable[..., Any] | None = None,
     sync: bool = False,
-    address: str | None = None,
 ) -> RunSettings:
-    """Return the settings that a run has; the arguments are those of `train`. ConfigError if it could not start."""
+    """Return the settings that a run has; the arguments are those of `train`."""
     overrides = list(overrides)
     if reward is not None:  # it takes the place of whatever `[reward]` names
         overrides += [f"reward.function={_name_of(reward)}", "reward.model=''", "reward.terms=[]", "reward.options={}"]
@@ -169,24 +172,35 @@ def prepare(
     if (config is None) == (resume is None):
         raise ConfigError("a run needs settings, or the folder of a run to resume (--resume), and not both.")
     if resume is not None:
-        settings = resumed_settings(Path(resume), overrides)
-        check_incomplete(settings)
-    elif isinstance(config, RunSettings):
+        return resumed_settings(Path(resume), overrides)
+    if isinstance(config, RunSettings):
         sections = config.model_dump()
         for one in sections["eval"]:
             if one["reward"] == sections["reward"]:
                 del one["reward"]  # it follows the run's
-        settings = build_config(sections, overrides)
-    elif isinstance(config, Mapping):
-        settings = build_config(config, overrides)
-    else:
-        settings = load_config(Path(str(config)), overrides)
-    check_sources(settings, has_reward=reward is not None)
-    check_inputs_outside(settings)
-    _check_topology(settings, sync=sync, address=address)
-    if settings.model.trust_remote_code:
+        return build_config(sections, overrides)
+    return build_config(config, overrides) if isinstance(config, Mapping) else load_config(Path(str(config)), overrides)
+
+
+def check_run(
+    config: RunSettings, *, has_reward: bool = False, is_resumed: bool, overwrite: bool, sync: bool, address: str | None
+) -> StartingPoint | None:
+    """Raise ConfigError, or another error of ours, for all that would stop the run and can be known before it starts.
+
+    Returns where a run that is resumed continues: at its newest whole checkpoint.
+    """
+    if is_resumed:
+        check_incomplete(config)
+    check_sources(config, has_reward=has_reward)
+    check_inputs_outside(config)
+    check_run_folder(config, overwrite=overwrite or is_resumed)
+    _check_topology(config, sync=sync, address=address)
+    if config.model.trust_remote_code:
         logger.warning("model.trust_remote_code is on: code that comes with the models runs with your permissions.")
-    return settings
+    from coati.build import check_inputs
+
+    check_inputs(config)
+    return choose_start(config) if is_resumed else None
 
 
 def _check_topology(config: RunSettings, *, sync: bool, address: str | None) -> None:
@@ -212,7 +226,7 @@ def execute(
     config: RunSettings,
     *,
     parts: Mapping[str, Any] | None = None,
-    is_resumed: bool = False,
+    start: StartingPoint | None = None,
     overwrite: bool = False,
     sync: bool,
     address: str | None,
@@ -222,12 +236,12 @@ def execute(
     should_stop: Callable[[], bool] = lambda: False,
     log_to_driver: bool = False,
 ) -> RunResult:
-    """Run to the end (or until stopped), and save the model; resumed, from its newest whole checkpoint.
+    """Run to the end (or until stopped), and save the model; a run that is resumed continues at `start`.
 
     `on_begin` is called when everything is loaded and training begins; `parts` are fields of `coati.build.Parts`.
     """
     started, train, folder = time.monotonic(), config.train, config.output_folder
-    open_folder = open_run_folder(config, overwrite=overwrite, is_resumed=is_resumed)
+    open_folder = open_run_folder(config, overwrite=overwrite, is_resumed=start is not None)
     with open_folder as begin_in_folder, contextlib.ExitStack() as stack:
 
         def begin() -> None:
@@ -250,14 +264,12 @@ def execute(
             on_begin=begin,
         )
         log.state.message = "loading libraries"
-        on_progress(log.snapshot())
-        if (start := choose_start(config) if is_resumed else None) is not None:
-            log.stand_at(start.step, start.version)
-            log.state.message = f"the run continues from {start}"
-            on_progress(log.snapshot())
         options: dict[str, Any] = {"on_progress": on_progress, "should_stop": should_stop}
         if start is not None:
+            log.stand_at(start.step, start.version)
+            log.state.message = f"the run continues from {start}"
             options["checkpoint"] = start.checkpoint
+        on_progress(log.snapshot())
         if not sync:
             options |= {"address": address, "log_to_driver": log_to_driver}
         _new_run(config, log, parts or {}, sync=sync, **options).run(str(folder.resolve() / "model"))
@@ -275,9 +287,8 @@ def execute(
 def _new_run(
     config: RunSettings, log: RunLog, parts: Mapping[str, Any], *, sync: bool, **options: Any
 ) -> SynchronousRun | DetachedRun:
-    from coati.build import Parts, check_inputs
+    from coati.build import Parts
 
-    check_inputs(config)
     options["parts"] = Parts(**{name: part for name, part in parts.items() if part is not None})
     if sync:
         from coati.synchronous import SynchronousRun

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coati.cli.train import quiet_libraries
+from coati.cli.train import show_messages
 from coati.config import load_config
 from coati.run_folder import MARKER, RUN_FILES
 from coati.synchronous import SynchronousRun
@@ -204,7 +204,7 @@ def test_what_ray_relays_is_coloured_in_terminals_only(monkeypatch, is_terminal,
         monkeypatch.delenv("RAY_COLOR_PREFIX")
     before = logging.getLogger().level
     try:
-        quiet_libraries(True)
+        show_messages(True)
     finally:
         logging.getLogger().setLevel(before)
     assert os.environ.get("RAY_COLOR_PREFIX") == expected

@@ -1,17 +1,19 @@
 """`coati audit` and `coati replay`: whether the account of a run closes, and whether the run replays."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from coati.cli.train import quiet_libraries
 from coati.counting import counted
 from coati.errors import ReplayDiffers
 from coati.monitor.metrics import read_jsonl
+
+if TYPE_CHECKING:
+    from coati.ledger.audit import RunAccount
 
 _MOST_SHOWN = 100
 
@@ -55,6 +57,15 @@ def audit(
     raise typer.Exit(1)
 
 
+def show_losses(console: Console, account: "RunAccount") -> None:
+    """Print what was not trained on, with the reasons, and what was returned or refused and made again."""
+    for fate, reason, groups, samples in (*account.table(), *account.repeated()):
+        if fate in ("dropped", "quarantined", "returned", "refused"):
+            size = f"{counted(groups, 'group')} of {counted(samples // groups, 'sample')}"
+            style = "yellow" if fate in ("dropped", "quarantined") else None
+            console.print(f"{fate.capitalize()}: {size}: {reason}", style=style, markup=False)
+
+
 def replay(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run on the CPU with one trainer.")
@@ -65,7 +76,6 @@ def replay(
     console = Console(highlight=False, markup=False, soft_wrap=True)
     with Progress(console=console) as progress:
         task = progress.add_task("loading libraries", total=None)
-        quiet_libraries(verbose=False)
         from coati.replay import replay as replay_run
 
         def show(version: int, last: int) -> None:

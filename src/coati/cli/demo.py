@@ -10,7 +10,7 @@ from rich.console import Console
 
 from coati.cli.eval import show_evaluation
 from coati.cli.report import write_page
-from coati.cli.train import EXIT_STOPPED, Verbose, execute, quiet_libraries
+from coati.cli.train import EXIT_STOPPED, Verbose, execute, show_messages
 from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.demo.reward import sentiment_analyzer
@@ -37,7 +37,7 @@ def demo(
     console = Console()
     started = time.monotonic()
     sentiment_analyzer()  # an error now, not after the training
-    quiet_libraries(verbose)
+    show_messages(verbose)
     console.print(
         "[bold]coati demo[/]\nA small Llama that writes film opinions, good and bad, learns to write kind ones. "
         "An experience maker writes and scores sentences in one Ray actor, a PPO trainer learns from them in another, "

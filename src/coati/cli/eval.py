@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coati.checks import check_sources
-from coati.cli.train import Verbose, quiet_libraries
+from coati.cli.train import Verbose, show_messages
 from coati.config import RunSettings, load_config
 from coati.counting import counted
 from coati.errors import ConfigError
@@ -40,7 +40,7 @@ def evaluate(
     """Measure a model on evaluation sets, beside the model that its training began with."""
     console = Console()
     path, config = _resolved(target, settings)
-    quiet_libraries(verbose)
+    show_messages(verbose)
     check_sources(config)
     from coati.evaluation.evaluator import evaluate_model
 

@@ -1,6 +1,7 @@
 """The `coati` command. Light: torch and Ray are imported by the command that needs them."""
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -63,6 +64,8 @@ def scale(
 
 def main() -> None:
     """Run the command; an error of ours is one message and exit code 2, not a traceback."""
+    for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(name, "1")  # before the libraries are imported
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app()

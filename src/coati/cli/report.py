@@ -1,5 +1,6 @@
 """`coati report RUN_FOLDER`."""
 
+import contextlib
 import io
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coati.errors import ConfigError
+from coati.cli.audit import show_losses
+from coati.errors import CheckpointError, ConfigError
+from coati.ledger.audit import audit_run
 from coati.monitor.report import (
     TOTALS,
     RunFolder,
@@ -62,6 +65,10 @@ def show(console: Console, run: RunFolder) -> None:
     console.print(run.path.resolve().name, style="bold")
     for name, value in headline(run, times):
         console.print(f"  {name}: {value}")
+    with contextlib.suppress(CheckpointError):  # it has no journal, or none yet
+        account = audit_run(run.path)
+        console.print(f"  samples: {account.num_made:,} made, {account.num_trained:,} trained on")
+        show_losses(console, account)
     if found := curves(run):
         table = Table("", "over training steps", "first → last", title="Learning", title_justify="left")
         for title, points in found.items():

@@ -48,8 +48,9 @@ def check(
     reward = build_reward(config.reward, load_model=_refuse_model, search_paths=config.reward_search_paths)
     scorer = RewardScorer(reward, None, retries=config.reward.retries, max_quarantined=1)
     scorer.working.update(part.label for part in config.reward.parts)  # each row has its own failure, even if all fail
+    request = _request(table.rows, config)  # loads the tokenizer, which is not the reward's time
     start = time.monotonic()
-    pending = PendingScores(scorer, _request(table.rows, config), torch.device("cpu"))
+    pending = PendingScores(scorer, request, torch.device("cpu"))
     columns = {"score": pending(), **pending.terms}
     remarks = pending.remarks()
     seconds = format_seconds(time.monotonic() - start)

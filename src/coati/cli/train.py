@@ -10,16 +10,15 @@ from typing import Annotated, Any, Self
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from coati import entry
+from coati.cli.audit import show_losses
 from coati.config import RunSettings, plan_lines
 from coati.counting import counted
 from coati.entry import RunResult
 from coati.errors import RunStopped
 from coati.monitor.live import LiveView
 from coati.monitor.run_log import RunSnapshot
-from coati.run_folder import check_run_folder, choose_start
 
 EXIT_STOPPED = 130  # what shells use for "ended by SIGINT"
 
@@ -52,30 +51,31 @@ def train(
 ) -> None:
     """Train from a TOML file."""
     console, is_resumed = Console(highlight=False), resume is not None
-    quiet_libraries(verbose)
-    settings = entry.prepare(config, resume=resume, overrides=overrides or [], sync=sync, address=address)
+    show_messages(verbose)
+    settings = entry.choose_settings(config, resume=resume, overrides=overrides or [], sync=sync)
+    options: dict[str, Any] = {"overwrite": overwrite, "sync": sync, "address": address}
+    with console.status("checking settings, models and prompts"):
+        start = entry.check_run(settings, is_resumed=is_resumed, **options)
     plan = "\n".join([f"Plan of run {settings.run.name!r}", *(f"  {line}" for line in plan_lines(settings))])
     console.print(plan, markup=False, soft_wrap=True)
     if dry_run:
-        check_run_folder(settings, overwrite=overwrite or is_resumed)
-        if is_resumed:
-            console.print(f"It would continue from {choose_start(settings).checkpoint}.")
-        _check_inputs(console, settings)
+        if start is not None:
+            console.print(f"It would continue from {start.checkpoint}.")
+        _show_skipped(console, settings)
+        console.print("[green]Config OK.[/] Run again without --dry-run to train.")
         return
-    options = {"is_resumed": is_resumed, "overwrite": overwrite, "sync": sync, "address": address}
-    result = execute(settings, console, verbose=verbose, **options)
+    result = execute(settings, console, verbose=verbose, start=start, **options)
     _show_result(console, result)
     if result.was_stopped:
         raise SystemExit(EXIT_STOPPED)
 
 
-def _check_inputs(console: Console, config: RunSettings) -> None:
-    from coati.build import check_inputs
+def _show_skipped(console: Console, config: RunSettings) -> None:
+    from coati.build import make_prompts
 
-    if skipped := check_inputs(config).survey():
+    if skipped := make_prompts(config).survey():
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
         console.print(f"[yellow]Prompts that will be skipped[/]: {reasons}.")
-    console.print("[green]Config OK.[/] Run again without --dry-run to train.")
 
 
 def _show_result(console: Console, result: RunResult) -> None:
@@ -91,10 +91,7 @@ def _show_result(console: Console, result: RunResult) -> None:
     if sum(result.num_restarts.values()):
         counts = " and ".join(counted(number, kind[:-1]) for kind, number in result.num_restarts.items() if number)
         console.print(f"[yellow]Actors died and were started again[/]: {counts}.")
-    for fate, reason, groups, samples in account.table():
-        if fate in ("dropped", "quarantined"):
-            size = f"{counted(groups, 'group')} of {counted(samples // groups, 'sample')}"
-            console.print(f"[yellow]{fate.capitalize()}[/]: {size}: {escape(reason)}")
+    show_losses(console, account)
     places = {
         "Model": result.model,
         "Best model": folder / "best",
@@ -174,13 +171,9 @@ class StopSignal:
         )
 
 
-def quiet_libraries(verbose: bool) -> None:
-    """Keep the progress bars and hints of libraries, which are imported after this, out of the live view."""
+def show_messages(verbose: bool) -> None:
+    """Have log messages shown if `verbose`."""
     if verbose:
         logging.getLogger().setLevel(logging.INFO)
         if os.environ.get("NO_COLOR") or not (sys.stdout.isatty() and sys.stderr.isatty()):
             os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours what it relays, even into files
-        return
-    for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
-        os.environ.setdefault(name, "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -278,6 +278,8 @@ def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, sour
         return RunSettings.model_validate(sections)
     except ValidationError as error:
         problems = describe(RunSettings, error)
+    of_run = [problem for problem in problems if "eval[" not in problem]  # sets take some of them over
+    problems = of_run + [one for one in problems if "eval[" in one and re.sub(r"eval\[\d+\]\.", "", one) not in of_run]
     where = f" in {source}{' with --set' if overrides else ''}" if source else ""
     noun = "setting is" if len(problems) == 1 else "settings are"
     lines = "\n".join(f"  {problem}" for problem in problems)

@@ -123,6 +123,8 @@ def _lines(model: type[Section], detail: Any) -> list[str]:
     field: FieldInfo | None = None
     is_inside = False  # in something that a setting holds
     for part in detail["loc"]:
+        if part == "[key]":  # how pydantic says that the name before it is wrong
+            break
         location.append(part)
         is_inside = table is None or isinstance(part, int)
         if table is not None and not is_inside:
@@ -137,6 +139,9 @@ def _lines(model: type[Section], detail: Any) -> list[str]:
         return [_unknown(location, owner)]
     remedy = _extra(field, "remedy")
     rule = "" if is_inside else _extra(field, "rule")
+    names = re.findall(r"'([^']+)'", detail["ctx"]["expected"]) if kind == "literal_error" else []
+    if close := difflib.get_close_matches(str(detail["input"]), names, n=1):
+        remedy = f"Did you mean {close[0]}?"
     if kind == "tuple_type":
         rule = rule or "a list of strings"
     elif kind == "model_type":

@@ -169,9 +169,8 @@ class RunAccount:
 
     @property
     def num_made(self) -> int:
-        """Samples that were delivered, with those that were refused."""
-        num_accepted = sum(group.state in ("delivered", "picked", "trained") for group in self._groups)
-        return num_accepted * self._group_size + sum(row[3] for row in self.repeated() if row[0] == "refused")
+        """Samples that were delivered, and not refused."""
+        return sum(group.state in ("delivered", "picked", "trained") for group in self._groups) * self._group_size
 
     def table(self) -> list[Row]:
         """What became of the groups; the last row is the sum, what was leased."""

@@ -21,7 +21,7 @@ NUM_SAMPLES: Final = 3
 _ENDS: Final = 10  # versions at either end over which the mean reward is taken
 _TERM: Final = "reward/term_"
 _BARS: Final = "▁▂▃▄▅▆▇█"
-_MAX_BARS: Final = 40
+_MAX_BARS: Final = 24  # of a sparkline in a table of 80 columns
 _MAX_POINTS: Final = 400  # of a chart
 _CHART: Final = """<svg width="470" height="150" viewBox="-10 -26 470 150" font-family="sans-serif" font-size="11">
 <text y="-12" font-size="13">{title}</text><rect width="400" height="100" fill="none" stroke="#ddd"/>
@@ -56,6 +56,7 @@ _MAKER_WAITS: Final = {
     "absent": "had finished, or were not there",
 }
 _NOTABLE_SHARE: Final = 0.15
+_PAUSE_SECONDS: Final = 5.0  # in which no actor did anything: the run had ended, and was resumed
 _MAX_COLUMNS: Final = 6
 
 
@@ -111,15 +112,13 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
         versions = "version" if ends == 1 else f"{ends} versions"
         facts.append((f"mean reward, first and last {versions}", f"{first:.3f} → {last:.3f}"))
     if run.metrics:
-        facts.append(("training steps", f"{len(run.metrics):,}"))
+        facts.append(("training steps", f"{max(row['step'] for row in run.metrics):,}"))
     samples = sum(value for _, value in run.series("maker/samples"))
-    if samples:
-        facts.append(("samples", f"{samples:,.0f}"))
-    counts = {f"samples {fate}": run.series(f"maker/{fate}") for fate in ("dropped", "quarantined")}
-    counts |= {f"restarts of {kind}": run.series(f"restarts/{kind}")[-1:] for kind in ("makers", "trainers")}
-    facts += [(name, f"{total:,.0f}") for name, found in counts.items() if (total := sum(value for _, value in found))]
+    for kind in ("makers", "trainers"):
+        if restarts := run.series(f"restarts/{kind}")[-1:]:
+            facts += [(f"restarts of {kind}", f"{restarts[0][1]:,.0f}")] * bool(restarts[0][1])
     if times is not None:
-        facts.append(("time, without start-up", format_seconds(times.elapsed)))
+        facts.append(("time, without start-up and pauses", format_seconds(times.elapsed)))
         if samples and times.elapsed > 0:
             facts.append(("samples per second", f"{samples / times.elapsed:,.1f}"))
     return facts
@@ -220,6 +219,7 @@ class RunTimes:
 
 def run_times(spans: Mapping[str, Sequence[Span]]) -> RunTimes | None:
     """Add up the spans of all actors within the window of the run; None if no span tells of work."""
+    spans = _without_pauses(spans)
     every = [span for own in spans.values() for span in own]
     start = min((span.start for span in every if span.what in _FIRST_WORK), default=None)
     if start is None:
@@ -227,6 +227,18 @@ def run_times(spans: Mapping[str, Sequence[Span]]) -> RunTimes | None:
     end = max(span.end for span in every)
     names = sorted(spans, key=lambda name: (len(name), name))  # maker-2 before maker-10
     return RunTimes(end - start, {name: _shares(spans[name], start, end) for name in names})
+
+
+def _without_pauses(spans: Mapping[str, Sequence[Span]]) -> dict[str, list[Span]]:
+    """Return the spans moved together where the run had ended before it was resumed."""
+    moved: dict[str, list[Span]] = {name: [] for name in spans}
+    every = sorted(((name, span) for name, own in spans.items() for span in own), key=lambda one: one[1].start)
+    end, pauses = every[0][1].start if every else 0.0, 0.0
+    for name, span in every:
+        pauses += span.start - end if span.start - end >= _PAUSE_SECONDS else 0.0
+        end = max(end, span.end)
+        moved[name].append(span._replace(start=span.start - pauses, end=span.end - pauses))
+    return moved
 
 
 def _shares(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:

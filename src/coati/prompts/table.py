@@ -31,7 +31,7 @@ class PromptTable:
 
     def __post_init__(self) -> None:
         if not self.rows:
-            raise DataError(f"{self.source} has no rows. Add prompts, or check prompts.split.")
+            raise DataError(f"{self.source} has no rows. Add some{' or check prompts.split' * (not self.is_jsonl)}.")
         for index, row in enumerate(self.rows):
             if self.column not in row:
                 raise DataError(
@@ -46,6 +46,11 @@ class PromptTable:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def is_jsonl(self) -> bool:
+        """Whether rows are the lines of a file, which has no splits."""
+        return self.source.endswith(".jsonl")
 
     @property
     def other_columns(self) -> list[str]:

@@ -46,9 +46,7 @@ _DEATH_SECONDS = 20.0
 class Supervisor:
     """Follows the makers and trainers of a run. Nothing here waits longer than the `turn` that it is called in."""
 
-    def __init__(
-        self, config: RunSettings, factory: ActorFactory, log: RunLog, *, remedy: str = ""
-    ) -> None:
+    def __init__(self, config: RunSettings, factory: ActorFactory, log: RunLog, *, remedy: str = "") -> None:
         """`remedy` ends the message of a death that ends the run."""
         self._config = config
         self._factory = factory

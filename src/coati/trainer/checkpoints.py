@@ -196,8 +196,9 @@ def find_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:
             logger.error("%s cannot be used, and the checkpoint before it is tried: %s", path, error)
     found = f"only damaged ones ({', '.join(damaged)})" if damaged else "none"
     raise CheckpointError(
-        f"{str(folder)!r} must hold a whole checkpoint (version-N) to resume from, got {found}. They are written with "
-        "train.save_every, and when a run is stopped. To train from the start, leave --resume out."
+        f"{str(folder)!r} must hold a whole checkpoint (version-N) to resume from, got {found}. They are written every "
+        "train.save_every versions, and when a run is stopped. To train from the start instead: coati train "
+        f"{folder.parent / 'config.toml'} --overwrite"
     )
 
 

@@ -115,7 +115,7 @@ BROKEN = [
     ("algorithm.kl_estimator=k4", '"k1"', '"k4"', 'default, "k1"'),
     ("algorithm.kl_coef=nan", "finite", "nan", "default, 0.1"),
     ("algorithm.value_clip=inf", "finite", "inf", "default, 0.4"),
-    ("model.dtype=float16", "'float32' or 'bfloat16'", '"float16"', "default"),
+    ("model.dtype=float16", "'float32' or 'bfloat16'", '"float16"', "Did you mean"),
     ("model.path=''", "at least 1 character", '""', "runs/demo/model"),
     ("run.name=a/b", "letters, digits", '"a/b"', "Set run.name"),
     ("run.seed=-1", "equal to 0", "-1", "default, 0"),
@@ -193,6 +193,27 @@ def test_an_unknown_key_suggests_a_known_one(override, suggestion):
     message = error_of(override)
     assert f"Unknown {'section' if override.startswith('rolout') else 'setting'}" in message
     assert suggestion in message
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "close"),
+    [("algorithm=grop", "algorithm.name", "grpo"), ("logging.trackers.wandbb={}", "logging.trackers.wandbb", "wandb")],
+)
+def test_a_name_of_a_list_that_is_misspelt_suggests_the_one_that_is_meant(override, key, close):
+    message = error_of(override)
+    assert f"{key} must be" in message
+    assert f"Did you mean {close}?" in message
+
+
+def test_what_sets_take_over_from_the_run_is_wrong_once():
+    data = {"model": {"path": "m"}, "prompts": {"path": "p"}, "reward": {"function": "a b"}}
+    one = {"name": "one", "prompts": {"path": "q"}}
+    sets = [one, {**one, "name": "two", "rollout": {"temperature": -2}}]
+    with pytest.raises(ConfigError) as caught:
+        build_config({**data, "rollout": {"temperature": -1, "tok_p": 1}, "eval": sets})
+    keys = [line.split(" must")[0] for line in str(caught.value).splitlines()[1:]]
+    assert keys[:2] == ["  reward.function", "  rollout.temperature"]
+    assert (len(keys), keys[-1]) == (4, "  eval[1].rollout.temperature"), "its own, which nobody else has"
 
 
 def test_foreign_names_stand_for_settings_that_exist():

@@ -32,10 +32,9 @@ def test_what_a_set_leaves_out_is_the_runs():
 
 
 @pytest.mark.parametrize("is_own", [False, True])
-def test_the_reward_of_a_program_replaces_that_of_sets_which_follow_the_run(is_own, monkeypatch):
+def test_the_reward_of_a_program_replaces_that_of_sets_which_follow_the_run(is_own):
     own = {"reward": {"function": "rewards:exact"}} if is_own else {}
-    monkeypatch.setattr(entry, "check_sources", lambda *_, **__: None)
-    config = entry.prepare(settings(**own), reward=lambda completions: [0.0] * len(completions))
+    config = entry.choose_settings(settings(**own), reward=lambda completions: [0.0] * len(completions))
     assert (config.eval[0].reward == config.reward) == (not is_own)
 
 
