@@ -166,7 +166,8 @@ class TrainSettings(Section, section="train"):
     micro_batch_tokens: PassTokens = setting(
         "auto",
         "Tokens per forward and backward pass, padding not counted where the model takes rows without it; 0 = no "
-        "limit. Smaller needs less memory, same result. auto: on one GPU as many as fit, up to 32768, else 16384.",
+        "limit. Smaller needs less memory, same result. auto: on one GPU as many as fit, up to 32768, with "
+        "activation_checkpointing if a single sample does not; else 16384.",
         rule='"auto" or a whole number, 0 or more',
     )
     actor_lr: float = setting(1e-6, "Learning rate of the policy.", gt=0)

@@ -67,11 +67,13 @@ def as_layer_lora(value: Any) -> LayerLoRA:
     """
     if isinstance(value, LayerLoRA):
         return value
-    given = value if isinstance(value, Mapping) else vars(value)
-    rank = given.get("r")
-    if not isinstance(rank, int) or rank < 1:
-        raise WeightUpdateError(f"LoRA settings of a layer need a rank (r) of 1 or more, got {value!r}.")
-    return LayerLoRA(scale=given.get("lora_alpha", 1.0) / rank, is_transposed=bool(given.get("fan_in_fan_out", False)))
+    given = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    rank, alpha = given.get("r"), given.get("lora_alpha", 1.0)
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise WeightUpdateError(
+            f"LoRA settings of a layer must have a rank (r) of 1 or more and a number as lora_alpha, got {value!r}."
+        )
+    return LayerLoRA(scale=alpha / rank, is_transposed=bool(given.get("fan_in_fan_out", False)))
 
 
 class LoRAConstructor:

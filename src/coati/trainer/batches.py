@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from coati.config import TrainSettings
 from coati.devices import HOST_MEMORY, device_errors_explained
-from coati.errors import OutOfMemory
+from coati.errors import ConfigError, OutOfMemory
 from coati.experience import Experience
 from coati.models.actor import packed_scoring_problem
 from coati.models.packing import row_parts, row_tokens
@@ -24,7 +24,7 @@ FIXED_PASS = 16384
 
 
 class PassTooLarge(Exception):
-    """A pass ran out of memory; passes are smaller now, and the step has to start over."""
+    """A pass ran out of memory; passes need less now, and the step has to start over."""
 
 
 class MicroBatch(NamedTuple):
@@ -44,16 +44,19 @@ class PassSize:
     """Most tokens of a pass: `train.micro_batch_tokens` or, with "auto", what has fitted into memory so far.
 
     "auto" starts with `LARGEST_PASS` on a GPU (more would not be faster) and halves it when a pass runs out of memory.
+    When a single sample does, it calls `checkpoint`, which has models checkpoint their activations, and starts again.
     It is `FIXED_PASS` where a step cannot start over: with several ranks, which wait for each other in a pass, and with
     sharded parameters, because FSDP2 cannot leave one halfway. On a CPU it starts with that.
     """
 
-    def __init__(self, train: TrainSettings, strategy: Strategy) -> None:
+    def __init__(self, train: TrainSettings, strategy: Strategy, checkpoint: Callable[[], None]) -> None:
         self._train = train
+        self._checkpoint = None if train.activation_checkpointing else checkpoint
         setting = train.micro_batch_tokens
         self._starts_over = setting == "auto" and strategy.world_size == 1 and not strategy.shards_parameters
         auto = LARGEST_PASS if self._starts_over and strategy.device.type != "cpu" else FIXED_PASS
         self.tokens: int = auto if setting == "auto" else setting
+        self._first_tokens = self.tokens
 
     @contextlib.contextmanager
     def guard(self, label: str, one: MicroBatch) -> Iterator[None]:
@@ -70,15 +73,29 @@ class PassSize:
             with device_errors_explained(what, f"{remedy}."):
                 yield
         except OutOfMemory as error:
-            if is_single or not self._starts_over or HOST_MEMORY in str(error):
+            if not self._starts_over or HOST_MEMORY in str(error) or (is_single and self._checkpoint is None):
                 raise
-            while self.tokens >= one.tokens:
+            if is_single:
+                self._turn_on_checkpointing(error)
+            while not is_single and self.tokens >= one.tokens:
                 self.tokens //= 2
-            reason = str(error).partition(". ")[0]
+            how = "activations are computed again in the backward pass (train.activation_checkpointing), and "
             logger.warning(
-                "%s; passes have at most %d tokens from now on, and the step starts over", reason, self.tokens
+                "%s; %spasses have at most %d tokens from now on, and the step starts over",
+                str(error).partition(". ")[0],
+                how * is_single,
+                self.tokens,
             )
             raise PassTooLarge from None
+
+    def _turn_on_checkpointing(self, error: OutOfMemory) -> None:
+        assert self._checkpoint is not None
+        checkpoint, self._checkpoint = self._checkpoint, None
+        try:
+            checkpoint()
+        except ConfigError:  # a model that cannot
+            raise error from None
+        self.tokens = self._first_tokens
 
 
 def micro_batches(

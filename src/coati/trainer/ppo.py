@@ -79,13 +79,13 @@ class PPOLearner:
         """What is trained, and published: "actor" and, if there is one, "critic"."""
         self.optimizers: dict[str, Optimizer] = {label: optimizer for label, (_, optimizer) in parts.items()}
         for model in self.models.values():
-            if train.activation_checkpointing:
-                checkpoint_activations(model)
             if train.compile:
                 compile_blocks(model)
             set_learning_mode(model)
+        if train.activation_checkpointing:
+            self._checkpoint_activations()
         self._health = TrainingHealth(self.models, self.optimizers, strategy)
-        self._pass_size = PassSize(train, strategy)
+        self._pass_size = PassSize(train, strategy, self._checkpoint_activations)
         self._schedules = [
             get_scheduler(
                 "constant_with_warmup" if train.lr_schedule == "constant" else train.lr_schedule,
@@ -126,6 +126,11 @@ class PPOLearner:
             # What the pass has left behind; others on the card may want it too.
             gc.collect()
             torch.cuda.empty_cache()
+
+    def _checkpoint_activations(self) -> None:
+        for model in self.models.values():
+            checkpoint_activations(model)
+            set_learning_mode(model)
 
     def _try_step(self, experience: Experience) -> dict[str, float]:
         """Make the passes of a step and the step; raises `PassTooLarge`, with all as it was, if it must start over."""

@@ -22,7 +22,7 @@ def test_the_defaults_by_hand():
     plan = plan_of()
     text = words(plan)
     assert "16 prompts x 1 sample = 16 samples in a rollout batch" in text
-    assert "1 trainer x 16 samples = 16 samples, in passes of at most 16,384 tokens, on a GPU up to" in text
+    assert "1 trainer x 16 samples = 16 samples, in passes of at most 16,384 tokens, on one GPU up to" in text
     assert "Total: 100 optimizer steps, 1,600 samples, 100 weight versions." in text
 
 

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from coati.errors import ConfigError, WeightUpdateError
 from coati.models import Actor, Critic, LoRASettings
-from coati.models.lora import LayerLoRA, LoRAConstructor, has_adapters, plain_name
+from coati.models.lora import LayerLoRA, LoRAConstructor, as_layer_lora, has_adapters, plain_name
 
 LLAMA = LlamaConfig(
     hidden_size=16,
@@ -148,3 +148,9 @@ def test_settings_name_the_rule():
 
 def test_rank_zero_leaves_the_model_alone():
     assert not has_adapters(Actor.from_config(LLAMA, lora=LoRASettings()).state_dict())
+
+
+@pytest.mark.parametrize("settings", [7, "rank 2", None, {"r": 2, "lora_alpha": "8"}, {"r": "2"}, {"r": 0}, {}])
+def test_settings_of_a_layer_that_are_none_are_refused(settings):
+    with pytest.raises(WeightUpdateError, match="rank"):
+        as_layer_lora(settings)

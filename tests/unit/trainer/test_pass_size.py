@@ -39,9 +39,10 @@ def make_learner(tokens="auto", models=None, **settings):
 
 
 @contextlib.contextmanager
-def memory_for(num_tokens, learner, label="actor", *, backward=False, error=None):
+def memory_for(limit, learner, label="actor", *, backward=False, error=None):
     """A device whose memory ends where a model's pass has more tokens; yields the tokens of all its passes."""
     seen = []
+    fits = (lambda tokens: tokens <= limit()) if callable(limit) else (lambda tokens: tokens <= limit)
     error = error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     def raise_error(*_):
@@ -49,9 +50,9 @@ def memory_for(num_tokens, learner, label="actor", *, backward=False, error=None
 
     def allocate(_module, _args, kwargs, output):
         seen.append(kwargs["input_ids"].numel())
-        if seen[-1] > num_tokens and not backward:
+        if not fits(seen[-1]) and not backward:
             raise_error()
-        elif seen[-1] > num_tokens and output[0].requires_grad:
+        elif not fits(seen[-1]) and output[0].requires_grad:
             output[0].register_hook(raise_error)
 
     body = learner.models[label]
@@ -99,10 +100,26 @@ def test_a_step_that_starts_over_is_that_of_the_smaller_size(label, backward, co
 
 
 def test_a_single_sample_that_does_not_fit_is_an_error_and_leaves_nothing_behind():
-    learner, twin = make_learner(), make_learner(8)
+    learner, twin = make_learner(), make_learner(8, activation_checkpointing=True)
     with memory_for(4, learner), pytest.raises(OutOfMemory, match=r"1 samples, 5 tokens.*rollout\.max_new_tokens"):
         learner.step(make_batch())
     assert_same_steps(learner, twin)  # at the size that it had come to
+
+
+def test_activations_are_checkpointed_when_a_single_sample_does_not_fit_without():
+    learner, twin = make_learner(), make_learner(16, activation_checkpointing=True)
+    block = learner.actor.model.model.layers[0]
+    with memory_for(lambda: 20 if block.gradient_checkpointing else 4, learner) as seen:
+        assert_same_steps(learner, twin)
+    assert seen[:6] == [40, 30, 15, 5, 40, 30]  # all sizes without, then with, until one fits
+    assert all(tokens <= 20 for tokens in seen[6:])
+
+
+def test_a_model_that_cannot_checkpoint_is_out_of_memory():
+    learner = make_learner()
+    learner.models["critic"].body.supports_gradient_checkpointing = False
+    with memory_for(4, learner, "critic"), pytest.raises(OutOfMemory, match="1 samples"):
+        learner.step(make_batch())
 
 
 @pytest.mark.parametrize("tokens", [64, 0])
@@ -136,6 +153,6 @@ def test_the_hosts_memory_is_not_a_matter_of_passes():
 def test_auto_begins_with(monkeypatch, device, world_size, shards, expected):
     monkeypatch.setattr(batches_module, "FIXED_PASS", FIXED_PASS)
     strategy = SimpleNamespace(device=torch.device(device), world_size=world_size, shards_parameters=shards)
-    size = PassSize(TrainSettings(), strategy)
+    size = PassSize(TrainSettings(), strategy, lambda: None)
     assert size.tokens == expected
-    assert PassSize(TrainSettings(micro_batch_tokens=7), strategy).tokens == 7
+    assert PassSize(TrainSettings(micro_batch_tokens=7), strategy, lambda: None).tokens == 7

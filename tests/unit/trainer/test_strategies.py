@@ -125,7 +125,7 @@ def test_prepare_gives_back_the_structure_it_got(make_strategy):
     assert (actor, actor_optimizer, lone) == (net, optimizer, reward)
     with strategy.model_init_context():
         assert nn.Linear(1, 1).weight.device.type == "cpu"
-    for wrong in ([optimizer], [(net, "adam")], [(net, optimizer, 1)]):
+    for wrong in ([optimizer], [(net, "adam")], [(net, optimizer, 1)], [(reward, optimizer)]):
         with pytest.raises(ConfigError, match="prepare"):
             strategy.prepare(*wrong)
 

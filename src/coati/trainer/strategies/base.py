@@ -104,6 +104,12 @@ class Strategy(Ranks, ABC):
             raise ConfigError("prepare got a model that was prepared before. Prepare each model once.")
         if optimizer is None:
             return self._prepare_lone(model)
+        own = {id(parameter) for parameter in model.parameters()}
+        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise ConfigError(
+                f"prepare got a pair whose optimizer has parameters that {type(model).__name__} does not have. Build "
+                "the optimizer from model.parameters(), after the last change of the model."
+            )
         return self._prepare_trained(model, optimizer)
 
     def _prepare_lone(self, model: nn.Module) -> nn.Module:
