@@ -53,7 +53,9 @@ def _size_lines(config: RunSettings) -> list[str]:
 
 def _pass_size(tokens: int | str) -> str:
     if tokens == "auto":
-        return "in passes of at most 16,384 tokens, on one GPU up to 32,768, and checkpointing activations, as memory asks"
+        return (
+            "in passes of at most 16,384 tokens, on one GPU up to 32,768, and checkpointing activations, as memory asks"
+        )
     return f"in passes of at most {counted(int(tokens), 'token')}" if tokens else "each trainer's in one pass"
 
 
