@@ -8,6 +8,7 @@ import torch
 from sentences import is_grammatical
 
 from coati import build
+from coati.batching import columns_of, pad_prompts
 from coati.config import AlgorithmSettings, RunSettings
 from coati.devices import set_up_cpu
 from coati.experience_maker import NaiveExperienceMaker
@@ -67,13 +68,12 @@ def evaluate(config: RunSettings, model_path: str, *, num_samples: int = 64) -> 
     )
     for number in itertools.count():
         prompts, _ = stream.batch(range(number * size, (number + 1) * size), group_size=per_prompt)
-        if prompts is None:
+        if not prompts:
             continue
         made = maker.make_experience(
-            prompts.input_ids,
-            prompts.attention_mask,
+            *pad_prompts(prompts, pad_token=0),
             sample_ids=torch.arange(len(prompts)) + _FIRST_SAMPLE_ID + number * size * per_prompt,
-            columns=prompts.columns,
+            columns=columns_of(prompts),
             **config.rollout.generate_options,
         )
         assert made.attention_mask is not None

@@ -39,7 +39,7 @@ from checked import one_or_more
 from coati.actors.options import TrainerOptions
 from coati.config import Deadlines, TopologySettings, TrainSettings
 from coati.devices import set_up_cpu
-from coati.experience import BufferItem, Experience
+from coati.experience import BufferItem, Experience, Sample
 from coati.experience_maker import ExperienceMaker
 from coati.experience_maker.base import MakerBatch
 from coati.experience_maker.delivery import ItemSender
@@ -48,7 +48,6 @@ from coati.experience_maker.work_loop import WorkLoop
 from coati.experience_maker.work_source import LeasedPrompts, WorkSource
 from coati.ledger.leases import Ledger
 from coati.ledger.rules import Lease, LedgerRules
-from coati.prompts.batch import PromptBatch
 from coati.ray.callbacks import TrainerCallback
 from coati.ray.detached_trainer_ppo import PPOTrainer
 from coati.ray.environment import remote
@@ -188,10 +187,9 @@ class Numbers:
 
     samples_per_batch = 0
 
-    def batch(self, numbers: Sequence[int], *, group_size: int = 1) -> tuple[PromptBatch | None, dict[int, str]]:
+    def batch(self, numbers: Sequence[int], *, group_size: int = 1) -> tuple[list[Sample], dict[int, str]]:
         assert group_size == 1
-        tokens = torch.full((len(numbers), 2), 3)
-        return PromptBatch(tokens, torch.ones_like(tokens), torch.tensor(numbers)) if numbers else None, {}
+        return [Sample(number, [3, 3]) for number in numbers], {}
 
 
 class WaitingMaker(ExperienceMaker):
@@ -238,7 +236,7 @@ class SlotPrompts(WorkSource):
     def __init__(self, maker: "Maker") -> None:
         self._maker = maker
 
-    def draw(self, room: int) -> PromptBatch | None:  # noqa: ARG002
+    def draw(self, room: int) -> list[Sample] | None:  # noqa: ARG002
         return self._maker.draw()
 
     def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
@@ -289,7 +287,7 @@ class Maker:
     def is_ready(self) -> bool:
         return True
 
-    def draw(self) -> PromptBatch | None:
+    def draw(self) -> list[Sample] | None:
         """Return prompts for one slot. The one whose turn it is asks for all that wait."""
         self._add_wanted(self._size)
         with self._turn:
@@ -300,8 +298,7 @@ class Maker:
                 if batch is None:
                     self.wait_for_version(self.version + 1, deadline_seconds=0.05)
                     continue
-                parts = range(0, len(batch), self._size)
-                self._ready += [batch.select([*range(len(batch))[first : first + self._size]]) for first in parts]
+                self._ready += [batch[first : first + self._size] for first in range(0, len(batch), self._size)]
             mine = self._ready.popleft()
         self._add_wanted(-self._size)
         return mine

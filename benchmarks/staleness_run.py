@@ -188,7 +188,6 @@ class StaleRun(SynchronousRun):
         """Write what the weights of this version write, and return what is trained on at it."""
         if numbers := self._schedule.written[self.version]:
             prompts, unusable = self._prompts.batch(numbers, group_size=self._group_size)
-            assert prompts is not None
             assert not unusable
             self.maker.pipeline.submit(prompts)
             self._write(1)  # begins them, and writes nothing of the others

@@ -20,6 +20,17 @@ from coati.experience import (
 )
 
 
+def columns_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """The dataset's columns of samples, which all have the same ones."""
+    return {name: [sample.columns[name] for sample in samples] for name in samples[0].columns}
+
+
+def group_ids_of(samples: Sequence[Sample]) -> Tensor | None:
+    """The groups of samples, [B]; None where one has none."""
+    groups = [sample.group for sample in samples]
+    return None if None in groups else torch.tensor(groups)
+
+
 def pad_prompts(samples: Sequence[Sample], *, pad_token: int, width: int = 0) -> tuple[Tensor, Tensor]:
     """Input ids and attention mask, [B, P] each, left-padded to at least `width`."""
     width = max(width, *(len(sample.tokens) for sample in samples))
@@ -37,7 +48,7 @@ def pad_samples(samples: Sequence[Sample], *, pad_token: int, device: torch.devi
     def padded(rows: list[Tensor], fill: int = 0) -> Tensor:
         return pad_sequence(rows, batch_first=True, padding_value=fill).to(device)
 
-    log_probs = padded([sample.log_probs for sample in samples])
+    log_probs, group_ids = padded([sample.log_probs for sample in samples]), group_ids_of(samples)
     return Experience(
         sequences=torch.cat([input_ids, padded([sample.response for sample in samples], pad_token)], dim=1),
         action_log_probs=log_probs,
@@ -48,6 +59,7 @@ def pad_samples(samples: Sequence[Sample], *, pad_token: int, device: torch.devi
         attention_mask=torch.cat([attention_mask, mask.long()], dim=1),
         action_mask=mask,
         sample_ids=torch.tensor([sample.id for sample in samples], device=device),
+        group_ids=None if group_ids is None else group_ids.to(device),
         policy_versions=padded([sample.versions for sample in samples]),
         temperatures=torch.tensor([sample.options.sampling_temperature for sample in samples], device=device),
         is_cut=torch.tensor([sample.is_cut for sample in samples], device=device),

@@ -2,20 +2,20 @@
 
 Shapes: B samples, P prompt tokens (left-padded), A response tokens (right-padded), S = P + A.
 
-A sample takes these forms on its way from prompt to gradient:
+A sample takes nine forms on its way from prompt to gradient:
 
     row of a dataset    dict        prompts/            one prompt and its columns
-    Lease               trainer     ledger/             the right to make one prompt group; its number is the prompt's
-    PromptBatch         maker       prompts/            prompts, tokenized and left-padded
-    Sample              maker                           one prompt and how to continue it; then also the response
-    RewardRequest       maker       rewards/            the responses as text and tokens; PendingScores of it come later
-    MakerBatch          maker       experience_maker/   carries the batch while it is scored, and then the experience
+    Sample              maker                           the prompt as tokens; then the response, and what became of it
+    MakerBatch          maker       experience_maker/   samples that are scored together, and their experience
     Experience          maker                           prompts and responses, padded; then rewards, KL and advantages
+    RewardRequest       maker       rewards/            the same as text, for rewards
     BufferItem          maker                           one sample without padding; so it waits at the trainer
     ItemBundle          the wire                        items that travel together, an array for each field
     Experience          trainer                         items of several makers, padded again
     MicroBatch          trainer     trainer/            the rows of one pass
     PackedRows          trainer     models/             those, joined end to end for the models
+
+Each engine has its own buffers for what it is writing. A `Lease` is the right to make the samples of one prompt.
 """
 
 import dataclasses
@@ -38,26 +38,37 @@ UNKNOWN_ID = -1
 
 
 _NOTHING = torch.empty(0)
+_OPTIONS = GenerateOptions()
 
 
 @dataclasses.dataclass(eq=False)
 class Sample:
-    """One sample of a maker: a prompt and how to continue it, and then the response that an engine wrote."""
+    """One sample of a maker: a prompt, how to continue it, the response, and what became of it."""
 
     id: int  # keys its randomness
     tokens: list[int]  # what it is continued from: the prompt, and whatever came in earlier turns
-    limit: int  # the most tokens of the response
-    seed: int
-    options: GenerateOptions
+    limit: int = 0  # the most tokens of the response; less than 1 where the prompt leaves no room for one
+    seed: int = 0
+    options: GenerateOptions = dataclasses.field(default_factory=lambda: _OPTIONS)
     is_kept: bool = False
     """Whether it keeps its place when its response has ended, to be continued (`extend`) or let go (`cancel`)."""
     needs_log_probs: bool = True
     """False where none are read, as in an evaluation: any options go then, and log-probs may be of what a cut left."""
 
+    group: int | None = None  # the same for all samples of a prompt
+    unit: int = UNKNOWN_ID
+    """What it is scored and dropped with: its group if the samples of a prompt are compared, else its id."""
+    lease: tuple[int, int] | None = None  # number and epoch of the lease that it is made for
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the dataset, for the reward
+
     response: Tensor = _NOTHING  # [A] with the token that ended it
     log_probs: Tensor = _NOTHING  # [A] at the sampling temperature, before top-k/top-p cut anything
     versions: Tensor = _NOTHING  # [A] int64: version of the weights that wrote each token
     is_cut: bool = False  # the length limit ended it, and no end-of-sequence token or stop string
+
+    remarks: dict[str, Any] = dataclasses.field(default_factory=dict)  # the terms of a sum of rewards, and details
+    lost: str = ""  # why it is left out; not of those that are left out with another of their unit
+    is_quarantined: bool = False  # left out because the reward failed on it, or on another of its unit
 
     # Up to the engine:
     num_drawn: int = 0  # tokens drawn in earlier turns

@@ -149,9 +149,8 @@ class ReplayedRun(SynchronousRun):
         for version in dict.fromkeys(delivery["scored_by"]):
             scored = [number for number, by in zip(numbers, delivery["scored_by"], strict=True) if by == version]
             self._engine.scored_by = serve(version)
-            prompts, _ = self._prompt_stream.batch(scored, group_size=size)
-            assert prompts is not None  # they were made before
-            made = self.maker.pipeline.finish(self.maker.pipeline.begin(prompts))
+            drawn, _ = self._prompt_stream.batch(scored, group_size=size)
+            made = self.maker.pipeline.finish(self.maker.pipeline.begin(drawn))
             for item in [] if made is None else split_experience_batch(made):
                 groups[self._number_of(item)].append(item)
         if lost := [number for number, group in groups.items() if len(group) < size]:

@@ -21,7 +21,7 @@ from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.ledger import LedgerRules
 from coati.models import Actor
 from coati.peers import LocalPeers
-from coati.prompts.batch import PromptBatch
+from coati.prompts.batch import parse_prompts
 from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.strategies import DDPStrategy
 from coati.weights.served import ServedModels
@@ -75,7 +75,7 @@ class OwnMaker(NaiveExperienceMaker):
 
 def make(maker):
     pipeline = ExperiencePipeline(maker, ServedModels(maker.trained_models), generate_kwargs={"max_new_tokens": 4})
-    pipeline.begin(PromptBatch.parse(prompts(batch_size=4)[0]))
+    pipeline.begin(parse_prompts(prompts(batch_size=4)[0]))
 
 
 def generate():

@@ -20,6 +20,7 @@ from coati.actors.trainer import Trainer
 from coati.background import run_in_background
 from coati.batching import make_experience_batch
 from coati.config import Deadlines
+from coati.experience import Sample
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch
 from coati.experience_maker.delivery import ItemSender
@@ -30,7 +31,6 @@ from coati.ledger import LedgerRules
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal
 from coati.peers import LocalPeers
-from coati.prompts.batch import PromptBatch
 from coati.weights.served import ServedModels, VerifiedUpdate
 
 SECONDS = 60.0  # far more than anything here takes
@@ -91,9 +91,9 @@ class StreamingWriter(Writer):
         return sum(len(prompts) for prompts, samples in self._groups.values() if is_complete(samples))
 
     def submit(self, prompts):
-        for group in sorted({*prompts.group_ids.tolist()}):
-            mine = prompts.select((prompts.group_ids == group).nonzero().flatten().tolist())
-            lengths = {one: self._dice.randrange(1, 5) for one in mine.sample_ids.tolist()}
+        for group in sorted({sample.group for sample in prompts}):
+            mine = [sample for sample in prompts if sample.group == group]
+            lengths = {sample.id: self._dice.randrange(1, 5) for sample in mine}
             self._groups[group] = mine, {one: (length, []) for one, length in lengths.items()}
 
     def write(self):
@@ -105,7 +105,7 @@ class StreamingWriter(Writer):
     def score(self):
         done = {group: self._groups[group] for group in self._groups if is_complete(self._groups[group][1])}
         self._groups = {group: pair for group, pair in self._groups.items() if group not in done}
-        batch = MakerBatch(PromptBatch.joined([prompts for prompts, _ in done.values()]))
+        batch = MakerBatch([sample for prompts, _ in done.values() for sample in prompts])
         samples = [(one, group, tokens) for group, (_, of) in done.items() for one, (_, tokens) in of.items()]
         assert {version for *_, tokens in samples for _, version in tokens} <= set(range(self.policy_version + 1))
         try:
@@ -133,9 +133,7 @@ class Prompts:
 
     def batch(self, numbers, *, group_size):
         ids = [number * group_size + part for number in numbers for part in range(group_size)]
-        groups = [number for number in numbers for _ in range(group_size)]
-        prompts = {"input_ids": torch.ones(len(ids), 2), "sample_ids": ids, "group_ids": groups}
-        return (PromptBatch.parse(prompts) if ids else None), {}
+        return [Sample(one, [1, 1], group=one // group_size) for one in ids], {}
 
 
 class CheckingTrainer(Trainer):

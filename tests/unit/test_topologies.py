@@ -61,7 +61,7 @@ class Maker:
             return False
         batch, version = self.work.popleft()
         items = self.prompts.attach_leases(
-            MakerBatch(batch), [tiny.item(number) for number in batch.sample_ids.tolist()]
+            MakerBatch(batch), [tiny.item(number) for number in [sample.id for sample in batch]]
         )
         for item in items:
             item.reward = torch.tensor(float(version))

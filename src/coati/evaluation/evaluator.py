@@ -8,6 +8,7 @@ import logging
 import math
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from coati import build
+from coati.batching import columns_of
 from coati.config import EvalSettings, RunSettings
 from coati.config.plan import read_json
 from coati.devices import device_errors_explained, set_up_cpu
@@ -26,7 +28,6 @@ from coati.experience import Sample
 from coati.experience_maker.base import LESS_TO_MAKE
 from coati.models.actor import unwrap
 from coati.models.calls import context_length_of
-from coati.prompts.batch import PromptBatch
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import looks_local
 from coati.rewards import RewardScorer
@@ -94,9 +95,9 @@ class Evaluator:
             if should_stop():
                 return None
             numbers = range(num_prompts)[first : first + one.rollout.prompts_per_batch]
-            prompts, _ = stream.batch(numbers, group_size=one.rollout.samples_per_prompt)
-            if prompts is not None:
-                begun = self._begin(engine, prompts, version)
+            drawn, _ = stream.batch(numbers, group_size=one.rollout.samples_per_prompt)
+            if drawn:
+                begun = self._begin(engine, drawn, version)
                 samples += pending
                 pending = begun
         samples += pending
@@ -105,28 +106,28 @@ class Evaluator:
         return self._summary(samples, {"name": one.name, "version": version, "seconds": time.monotonic() - started})
 
     @torch.no_grad()
-    def _begin(self, engine: RolloutEngine, prompts: PromptBatch, version: int) -> Iterator[dict[str, Any]]:
+    def _begin(self, engine: RolloutEngine, drawn: list[Sample], version: int) -> Iterator[dict[str, Any]]:
         """Generate, and start to score; returns the samples, which wait for their scores."""
-        prompts = prompts.to(next(engine.model.parameters()).device)
-        assert prompts.sample_ids is not None
         options = GenerateOptions.parse(**self._config.rollout.generate_options).with_tokenizer(self._scorer.tokenizer)
-        context, most = context_length_of(unwrap(engine.model)), self._config.rollout.max_new_tokens
-        samples, lengths = [], prompts.attention_mask.sum(dim=1).tolist()
-        for one, text, length in zip(prompts.sample_ids.tolist(), prompts.input_ids.tolist(), lengths, strict=True):
-            limit = most if context is None else min(most, context - length)
-            sample = Sample(one + _FIRST_SAMPLE_ID, text[len(text) - length :], limit, self.settings.seed, options)
-            samples.append(dataclasses.replace(sample, needs_log_probs=False))
-        with device_errors_explained(f"evaluating {len(prompts)} samples of {self.settings.name!r}", LESS_TO_MAKE):
+        context, most = context_length_of(unwrap(engine.model)) or sys.maxsize, self._config.rollout.max_new_tokens
+        changes: dict[str, Any] = {"seed": self.settings.seed, "options": options, "needs_log_probs": False}
+        samples = [
+            dataclasses.replace(
+                one, id=one.id + _FIRST_SAMPLE_ID, limit=min(most, context - len(one.tokens)), **changes
+            )
+            for one in drawn
+        ]
+        with device_errors_explained(f"evaluating {len(drawn)} samples of {self.settings.name!r}", LESS_TO_MAKE):
             experience = generate(engine, samples, version=version)
         tokens = experience.tokens_and_masks()
-        pending, per_prompt = self._scorer.begin(*tokens, prompts.columns), self.settings.rollout.samples_per_prompt
+        pending, per_prompt = self._scorer.begin(*tokens, columns_of(drawn)), self.settings.rollout.samples_per_prompt
         assert experience.is_cut is not None
-        columns = (prompts.sample_ids, tokens[-1].sum(dim=1), experience.is_cut)
+        columns = ([one.id for one in drawn], tokens[-1].sum(dim=1).tolist(), experience.is_cut.tolist())
 
         def finished() -> Iterator[dict[str, Any]]:
             scores, texts = pending().tolist(), pending.request
             remarks = pending.remarks()
-            for row, (number, length, is_cut) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            for row, (number, length, is_cut) in enumerate(zip(*columns, strict=True)):
                 yield {
                     "prompt_number": number // per_prompt,
                     "sample": number % per_prompt,

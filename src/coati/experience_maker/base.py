@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from coati.errors import DataError
-from coati.experience import Experience
+from coati.experience import Experience, Sample
+from coati.experience_maker.statistics import reward_metrics
 from coati.monitor.metrics import Metric
 from coati.monitor.timeline import Timeline
-from coati.prompts.batch import PromptBatch
 from coati.rewards import PendingScores
 from coati.rewards.calling import recorded
 
@@ -31,73 +31,75 @@ class AllSamplesDropped(DataError):
 
 @dataclasses.dataclass
 class MakerBatch:
-    """A batch on its way through a maker: prompts, then rollout and scores, finally experience."""
+    """Samples that a maker scores together: then their experience, first without rewards, at last with advantages."""
 
-    prompts: PromptBatch
-    experience: Experience | None = None
-    """Without rewards while `scores` are pending, without advantages until it is finished; None if all was dropped."""
+    samples: list[Sample]  # all of them; `experience` has those that are left
+    experience: Experience | None = None  # None if all were dropped
     scores: PendingScores | None = None  # scores that a reward function is still computing
     version: int = 0  # version of the weights that scored it
     incarnation: int = 0  # of the trainers that these weights came from
     metrics: dict[str, Metric] = dataclasses.field(default_factory=dict)
     """Reported with the batch, besides what is read off the experience."""
     dropped: AllSamplesDropped | None = None  # why no sample is left
-    losses: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Why samples were left out, by their ids; those of their groups that were left out with them are not named."""
-    verdicts: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """The terms of a weighted reward and the details that rewards gave, by sample id."""
     quarantined: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Samples on which the reward failed, as text, with the error: to be written down."""
-    quarantined_ids: set[int] = dataclasses.field(default_factory=set)
-    """The ids of these samples, and of all that were left out with them."""
-    quarantined_groups: set[int] = dataclasses.field(default_factory=set)
-    """Their groups; where the algorithm does not compare samples, each is a group of its own, by its id."""
 
     @property
     def is_ready(self) -> bool:
         """Whether it can be finished without a wait."""
         return self.scores is None or self.scores.is_ready
 
-    def note_verdicts(self, scores: PendingScores) -> None:
-        """Note what the reward says of each sample, and those on which it failed."""
+    def left(self) -> list[Sample]:
+        """The samples of the rows of the experience."""
         assert self.experience is not None
         assert self.experience.sample_ids is not None
-        ids, request = self.experience.sample_ids.tolist(), scores.request
-        self.verdicts = dict(zip(ids, scores.remarks(), strict=True))
-        self.losses |= {ids[row]: f"no score by {name!r}" for row, name in scores.unscored.items()}
-        groups = ids if self.experience.group_ids is None else self.experience.group_ids.tolist()
-        for row, error in sorted(scores.failures.items()):
-            self.losses[ids[row]] = error
-            texts = {"prompt": request.prompts[row], "completion": request.completions[row], "error": error}
-            cut = {name: text[:_RECORDED_CHARACTERS] for name, text in texts.items()}
-            columns = self.columns_of(ids[row])
-            self.quarantined.append({"sample_id": ids[row], "group_id": groups[row], **cut, "columns": columns})
+        by_id = {sample.id: sample for sample in self.samples}
+        return [by_id[one] for one in self.experience.sample_ids.tolist()]
 
-    def facts_of(self, sample_id: int | None) -> dict[str, Any]:
-        """The prompt as it was given, the dataset's columns, and what rewards say of a sample besides the score."""
-        facts = self.verdicts.get(-1 if sample_id is None else sample_id, {})
-        if "prompt" in self.prompts.columns and (row := self._row_of(sample_id)) is not None:
-            facts = {"prompt": self.prompts.columns["prompt"][row], **facts}  # a tokenizer may lose words of it
-        return {**facts, "columns": self.columns_of(sample_id)}
-
-    def columns_of(self, sample_id: int | None) -> dict[str, Any]:
-        """The dataset's columns of a sample as JSON has them; of a long value the beginning, as text."""
-        if (row := self._row_of(sample_id)) is None:
-            return {}
-        return {name: recorded(column[row]) for name, column in self.prompts.columns.items() if name != "prompt"}
-
-    def _row_of(self, sample_id: int | None) -> int | None:
-        ids = [] if self.prompts.sample_ids is None else self.prompts.sample_ids.tolist()
-        return ids.index(sample_id) if sample_id in ids else None
+    def take_scores(self) -> None:
+        """Write pending scores into the experience, and note what the reward says of each sample."""
+        if (scores := self.scores) is None or self.experience is None:
+            return
+        self.experience.reward, request = scores(), scores.request
+        unscored, failures = scores.unscored, scores.failures
+        for row, (sample, remarks) in enumerate(zip(self.left(), scores.remarks(), strict=True)):
+            sample.remarks = remarks
+            if row in unscored:
+                sample.lost = f"no score by {unscored[row]!r}"
+            if (error := failures.get(row)) is not None:
+                sample.lost, sample.is_quarantined = error, True
+                texts = {"prompt": request.prompts[row], "completion": request.completions[row], "error": error}
+                cut = {name: text[:_RECORDED_CHARACTERS] for name, text in texts.items()}
+                ids = {"sample_id": sample.id, "group_id": sample.id if sample.group is None else sample.group}
+                self.quarantined.append({**ids, **cut, "columns": facts_of(sample)["columns"]})
+        self.metrics |= reward_metrics(scores)
+        self.scores = None
 
     def keep(self, rows: Tensor, reason: str = "") -> Experience:
         """Drop the samples where the bool mask is False, and note why; returns the others."""
         assert self.experience is not None
         if not bool(rows.all()):
-            if reason and self.experience.sample_ids is not None:
-                self.losses |= dict.fromkeys(self.experience.sample_ids[~rows].tolist(), reason)
+            for sample, is_kept in zip(self.left(), rows.tolist(), strict=True):
+                if reason and not is_kept:
+                    sample.lost = reason
             self.experience = self.experience.select(rows)
         return self.experience
+
+
+def numbered(samples: Sequence[Sample], first: int) -> list[Sample]:
+    """The samples with ids from `first` on."""
+    return [dataclasses.replace(sample, id=first + index) for index, sample in enumerate(samples)]
+
+
+def facts_of(sample: Sample) -> dict[str, Any]:
+    """What is written down of a sample besides its response and score.
+
+    The prompt as it was given, because a tokenizer may lose words of it; what rewards say; the dataset's columns as
+    JSON has them, of a long value the beginning.
+    """
+    prompt = {"prompt": sample.columns["prompt"]} if "prompt" in sample.columns else {}
+    columns = {name: recorded(value) for name, value in sample.columns.items() if name != "prompt"}
+    return {**prompt, **sample.remarks, "columns": columns}
 
 
 class ExperienceMaker(ABC):

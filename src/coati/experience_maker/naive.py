@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,11 +20,12 @@ from transformers import PreTrainedModel
 
 from coati.algos.advantages import has_signal
 from coati.algos.losses import kl_estimate
+from coati.batching import columns_of
 from coati.config import AlgorithmSettings, RolloutSettings
 from coati.devices import device_errors_explained
 from coati.errors import ConfigError, DataError
 from coati.experience import Experience, Sample
-from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch
+from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch, numbered
 from coati.experience_maker.scoring import (
     GapWatch,
     NoSignal,
@@ -31,27 +33,16 @@ from coati.experience_maker.scoring import (
     keep_scored,
     score_with_models,
 )
-from coati.experience_maker.statistics import reward_metrics
 from coati.models import RewardModel, as_critic
 from coati.models.actor import unwrap
 from coati.models.calls import context_length_of
 from coati.monitor.metrics import Sum
 from coati.monitor.timeline import Timeline
-from coati.prompts.batch import PromptBatch
+from coati.prompts.batch import parse_prompts
 from coati.rewards import ModelReward, RewardScorer
 from coati.rollout import GenerateOptions, RolloutEngine, join_samples, make_engine
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(eq=False)
-class _Group:
-    """Samples that are scored together."""
-
-    prompts: PromptBatch  # with which it was submitted
-    rows: list[int] = dataclasses.field(default_factory=list)  # of these
-    missing: set[int] = dataclasses.field(default_factory=set)  # ids of samples whose response has not come
-    written: dict[int, Sample] = dataclasses.field(default_factory=dict)  # with responses, by id
 
 
 class NaiveExperienceMaker(ExperienceMaker):
@@ -101,9 +92,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.num_writing = 0  # samples of groups that are not complete
         self.num_written = 0  # samples of complete groups that are not scored
         self.timeline = Timeline()
-        self._options = GenerateOptions()  # with which all is generated
-        self._groups: dict[int, _Group] = {}  # in the order in which they were submitted
-        self._group_of: dict[int, _Group] = {}  # by the ids of samples that are being written
+        self._samples: dict[int, Sample] = {}  # by id, in the order in which they were submitted
+        self._units: dict[int, list[int]] = {}  # ids of the samples that are scored together
         self._num_without_signal = 0  # not yet reported
         self._gap_watch = GapWatch()
         self._next_sample_id = 0
@@ -127,11 +117,11 @@ class NaiveExperienceMaker(ExperienceMaker):
         `sample_ids` key the randomness (by default the order in which samples come); `columns` reach the reward.
         """
         ids = {"attention_mask": attention_mask, "sample_ids": sample_ids, "group_ids": group_ids}
-        prompts = PromptBatch.parse({"input_ids": input_ids, **ids, **(columns or {})})
+        samples = parse_prompts({"input_ids": input_ids, **ids, **(columns or {})})
         if sample_ids is None:
-            prompts = dataclasses.replace(prompts, sample_ids=torch.arange(len(prompts)) + self._next_sample_id)
-            self._next_sample_id += len(prompts)
-        self.submit(prompts, **generate_kwargs)
+            samples = numbered(samples, self._next_sample_id)
+            self._next_sample_id += len(samples)
+        self.submit(samples, **generate_kwargs)
         while self.num_writing:
             self.write()
         batch = self.score()
@@ -146,37 +136,39 @@ class NaiveExperienceMaker(ExperienceMaker):
         """How many samples the engine can begin now."""
         return self.engine.room
 
-    def submit(self, prompts: PromptBatch, **generate_kwargs: Any) -> None:
-        """Have a response written to each prompt that leaves room for one; groups that are there are made again."""
+    def submit(self, samples: Sequence[Sample], **generate_kwargs: Any) -> None:
+        """Have a response written to each prompt that leaves room for one; units that are there are made again."""
         tokenizer = getattr(self.reward_model, "tokenizer", None)
-        self._options = GenerateOptions.parse(**generate_kwargs).with_tokenizer(tokenizer)
+        options = GenerateOptions.parse(**generate_kwargs).with_tokenizer(tokenizer)
         if self.algorithm.uses_groups:
-            _check_groups(prompts)
-        assert prompts.sample_ids is not None
-        ids: list[int] = prompts.sample_ids.tolist()
-        in_groups = self.algorithm.uses_groups and prompts.group_ids is not None
-        numbers = prompts.group_ids.tolist() if in_groups else ids  # type: ignore[union-attr]
-        for number in {*numbers} & self._groups.keys():
-            self._forget(number)
-        limits = self._limits(prompts)
-        groups = {number: _Group(prompts) for number in numbers}
-        for row, (one, number, limit) in enumerate(zip(ids, numbers, limits, strict=True)):
-            groups[number].rows.append(row)
-            if limit > 0:
-                groups[number].missing.add(one)
-                self._group_of[one] = groups[number]
-        self._groups |= groups
-        for group in groups.values():
-            self._count(group, 1)
-        texts = zip(prompts.input_ids.tolist(), prompts.attention_mask.sum(dim=1).tolist(), strict=True)
-        tokens = [text[len(text) - length :] for text, length in texts]
-        if samples := [
-            Sample(one, text, limit, self.seed, self._options)
-            for one, text, limit in zip(ids, tokens, limits, strict=True)
-            if limit > 0
-        ]:
+            _check_groups(samples)
+        samples = [self._prepared(sample, options) for sample in samples]
+        for unit in {sample.unit for sample in samples} & self._units.keys():
+            self._forget(unit)
+        for sample in samples:
+            self._samples[sample.id] = sample
+            self._units.setdefault(sample.unit, []).append(sample.id)
+        for unit in {sample.unit for sample in samples}:
+            self._count(unit, 1)
+        if short := [len(sample.tokens) for sample in samples if sample.limit < 1]:
+            logger.warning(
+                "%d of %d prompts leave no room for a response (longest %d tokens; context %s, max_length %s); dropped",
+                len(short), len(samples), max(short), context_length_of(unwrap(self.actor)), options.max_length,
+            )  # fmt: skip
+        if len(short) < len(samples):
             with self._generating():  # an engine makes room for them
-                self.engine.submit(samples)
+                self.engine.submit([sample for sample in samples if sample.limit > 0])
+
+    def _prepared(self, sample: Sample, options: GenerateOptions) -> Sample:
+        """The sample as the engine takes it."""
+        context, length = context_length_of(unwrap(self.actor)) or sys.maxsize, len(sample.tokens)
+        return dataclasses.replace(
+            sample,
+            limit=min(options.new_token_limit(length), context - length),
+            seed=self.seed,
+            options=options,
+            unit=sample.group if self.algorithm.uses_groups and sample.group is not None else sample.id,
+        )
 
     @torch.no_grad()
     def write(self) -> None:
@@ -184,11 +176,9 @@ class NaiveExperienceMaker(ExperienceMaker):
         with self._generating():
             self.engine.commit(self.policy_version)
             for sample in self.engine.advance():
-                group = self._group_of.pop(sample.id)
-                self._count(group, -1)
-                group.missing.remove(sample.id)
-                self._count(group, 1)
-                group.written[sample.id] = sample
+                self._count(sample.unit, -1)
+                self._samples[sample.id] = sample
+                self._count(sample.unit, 1)
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[None]:
@@ -197,58 +187,52 @@ class NaiveExperienceMaker(ExperienceMaker):
             with device_errors_explained(f"generating {self.num_writing} responses", LESS_TO_MAKE):
                 yield
         except BaseException:
-            for number in list(self._groups):
-                self._forget(number)
+            for unit in list(self._units):
+                self._forget(unit)
             raise
 
-    def _count(self, group: _Group, sign: int) -> None:
-        """Add the samples of a group to what is written or being written, or take them away."""
-        if group.missing:
-            self.num_writing += sign * len(group.rows)
-        else:
-            self.num_written += sign * len(group.rows)
+    def _is_written(self, unit: int) -> bool:
+        samples = (self._samples[one] for one in self._units[unit])
+        return all(len(sample.response) or sample.limit < 1 for sample in samples)
 
-    def _forget(self, number: int) -> None:
-        group = self._groups.pop(number)
-        self._count(group, -1)
-        self.engine.cancel(group.missing)
-        for one in group.missing:
-            del self._group_of[one]
+    def _count(self, unit: int, sign: int) -> None:
+        """Add the samples of a unit to what is written or being written, or take them away."""
+        if self._is_written(unit):
+            self.num_written += sign * len(self._units[unit])
+        else:
+            self.num_writing += sign * len(self._units[unit])
+
+    def _forget(self, unit: int) -> None:
+        self._count(unit, -1)
+        ids = self._units.pop(unit)
+        self.engine.cancel(ids)
+        for one in ids:
+            self._samples.pop(one, None)  # two of one id are refused
 
     @torch.no_grad()
     def score(self) -> MakerBatch:
-        """Score all complete groups in one pass; reward functions are started and may still run."""
-        prompts, written = self._complete_groups()
-        batch = MakerBatch(prompts)
-        assert prompts.sample_ids is not None
-        ids = prompts.sample_ids.tolist()
-        short = [one for one in ids if one not in written]
-        batch.losses = dict.fromkeys(short, "no room for a response")
+        """Score all complete units in one pass; reward functions are started and may still run."""
+        done = {unit for unit in self._units if self._is_written(unit)}
+        batch = MakerBatch([sample for sample in self._samples.values() if sample.unit in done])
+        for unit in done:
+            self._count(unit, -1)
+            for one in self._units.pop(unit):
+                del self._samples[one]
+        written = [sample for sample in batch.samples if sample.limit > 0]
+        for sample in batch.samples:
+            sample.lost = "" if sample.limit > 0 else "no room for a response"
         if not written:
+            count = len(batch.samples)
             batch.dropped = AllSamplesDropped(
-                f"{len(short)} of {len(short)} prompts leave no room for a response (context "
+                f"{count} of {count} prompts leave no room for a response (context "
                 f"{context_length_of(unwrap(self.actor))}). Shorten the prompts or raise max_length."
             )
             return batch
-        rows = [row for row, one in enumerate(ids) if one in written]
-        prompts = prompts.select(rows).to(next(self.actor.parameters()).device)
-        batch.experience = experience = join_samples([written[ids[row]] for row in rows], self.actor)
-        experience.group_ids = prompts.group_ids
-        what = f"scoring {len(prompts)} sequences of up to {experience.sequences.shape[1]} tokens"
+        batch.experience = experience = join_samples(written, self.actor)
+        what = f"scoring {len(written)} sequences of up to {experience.sequences.shape[1]} tokens"
         with self.timeline.span("score"), device_errors_explained(what, LESS_TO_MAKE):
-            self._score(batch, experience, prompts.columns)
+            self._score(batch, experience, columns_of(written))
         return batch
-
-    def _complete_groups(self) -> tuple[PromptBatch, dict[int, Sample]]:
-        """Take all complete groups out, in the order in which they were submitted, and what was written by id."""
-        rows: dict[PromptBatch, list[int]] = {}
-        written: dict[int, Sample] = {}
-        for number in [number for number, group in self._groups.items() if not group.missing]:
-            group = self._groups.pop(number)
-            rows.setdefault(group.prompts, []).extend(group.rows)
-            written |= group.written
-        self.num_written = 0
-        return PromptBatch.joined([prompts.select(sorted(own)) for prompts, own in rows.items()]), written
 
     @torch.no_grad()
     def finish(self, batch: MakerBatch) -> None:
@@ -259,21 +243,13 @@ class NaiveExperienceMaker(ExperienceMaker):
             with self.timeline.span("wait_rewards"):
                 batch.scores.wait(math.inf)
         with self.timeline.span("score"):
-            self._take_scores(batch, experience)
+            batch.take_scores()
             experience = keep_scored(batch, self.algorithm)
             if self.algorithm.dynamic_sampling:
                 experience = self._keep_signal(batch, experience)
                 batch.metrics["maker/no_signal"] = Sum(self._num_without_signal)
                 self._num_without_signal = 0
             experience.advantages, experience.returns = estimate_advantages(experience, self.algorithm)
-
-    def _take_scores(self, batch: MakerBatch, experience: Experience) -> None:
-        """Write the pending scores, if there are any, into the experience."""
-        if (scores := batch.scores) is not None:
-            experience.reward = scores()
-            batch.note_verdicts(scores)
-            batch.metrics |= reward_metrics(scores)
-            batch.scores = None
 
     def _keep_signal(self, batch: MakerBatch, experience: Experience) -> Experience:
         """Dynamic sampling: drop groups whose samples all score the same, and so have no advantage."""
@@ -288,18 +264,6 @@ class NaiveExperienceMaker(ExperienceMaker):
                 "set algorithm.dynamic_sampling = false."
             )
         return experience
-
-    def _limits(self, prompts: PromptBatch) -> list[int]:
-        """How many tokens each response may get; less than 1 where the prompt leaves no room, which is logged."""
-        options, context = self._options, context_length_of(unwrap(self.actor))
-        lengths: list[int] = prompts.attention_mask.sum(dim=1).tolist()
-        limits = [min(options.new_token_limit(length), (context or sys.maxsize) - length) for length in lengths]
-        if num_dropped := sum(limit < 1 for limit in limits):
-            logger.warning(
-                "%d of %d prompts leave no room for a response (longest %d tokens; context %s, max_length %s); dropped",
-                num_dropped, len(limits), max(lengths), context, options.max_length,
-            )  # fmt: skip
-        return limits
 
     def _score(self, batch: MakerBatch, experience: Experience, columns: Mapping[str, Sequence[Any]]) -> None:
         """Run all forward passes, with reward functions in the background, and compute what follows from them.
@@ -320,12 +284,12 @@ class NaiveExperienceMaker(ExperienceMaker):
                 experience.reference_log_probs = references.masked_fill(~mask, 0.0)
         batch.metrics |= self._gap_watch.measure(self.actor, experience, version=self.policy_version)
         if not batch.scores.is_in_background:  # models score now: they are free only until the next batch begins
-            self._take_scores(batch, experience)
+            batch.take_scores()
 
 
-def _check_groups(prompts: PromptBatch) -> None:
+def _check_groups(samples: Sequence[Sample]) -> None:
     """Raise DataError unless every sample has another of its prompt to be compared with."""
-    sizes = [] if prompts.group_ids is None else torch.unique(prompts.group_ids, return_counts=True)[1].tolist()
+    sizes = list(Counter(sample.group for sample in samples if sample.group is not None).values())
     if not sizes or min(sizes) < 2:
         came = f"{sizes.count(1)} of {len(sizes)} groups with only one" if sizes else "no group_ids"
         raise DataError(

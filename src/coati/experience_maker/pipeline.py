@@ -1,7 +1,6 @@
 """Prompts in, experience out: which weights are used, when complete groups are scored, dropped samples, records."""
 
 import contextlib
-import dataclasses
 import inspect
 import logging
 import sys
@@ -10,17 +9,26 @@ from typing import Any
 import torch
 
 from coati import faults
+from coati.batching import columns_of, group_ids_of, pad_prompts
+from coati.config.generate import GenerateOptions
 from coati.counting import counted
 from coati.devices import device_errors_explained
 from coati.errors import DataError, RewardError
-from coati.experience import Experience
-from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch
+from coati.experience import UNKNOWN_ID, Experience, Sample
+from coati.experience_maker.base import (
+    LESS_TO_MAKE,
+    AllSamplesDropped,
+    ExperienceMaker,
+    MakerBatch,
+    facts_of,
+    numbered,
+)
 from coati.experience_maker.naive import NaiveExperienceMaker
 from coati.experience_maker.scoring import NoSignal
 from coati.experience_maker.statistics import batch_metrics, sample_texts
+from coati.models.actor import unwrap
 from coati.monitor.metrics import Max, Mean, Sum
 from coati.monitor.timeline import Timeline, maker_metrics
-from coati.prompts.batch import PromptBatch
 from coati.rewards import RewardScorer
 from coati.weights.served import ServedModels
 
@@ -83,14 +91,14 @@ class ExperiencePipeline:
         """Whether samples may be submitted beside those in work: not if these keep new weights waiting."""
         return self._in_flight or not (self.num_in_work and self.served.has_pending)
 
-    def submit(self, prompts: PromptBatch) -> None:
+    def submit(self, samples: list[Sample]) -> None:
         """Take prompts in."""
-        if prompts.sample_ids is None:
-            prompts = dataclasses.replace(prompts, sample_ids=torch.arange(len(prompts)) + self._next_sample_id)
-            self._next_sample_id += len(prompts)
+        if samples[0].id == UNKNOWN_ID:
+            samples = numbered(samples, self._next_sample_id)
+            self._next_sample_id += len(samples)
         # An engine may move weights to other memory; no update may come in the middle.
         with contextlib.nullcontext() if self._is_using else self.served.use():
-            self.stream.submit(prompts, **self._generate_kwargs)
+            self.stream.submit(samples, **self._generate_kwargs)
         self._most_in_work = max(self._most_in_work, self.num_in_work)
 
     def advance(self, *, in_batches: bool = False) -> MakerBatch | None:
@@ -137,9 +145,9 @@ class ExperiencePipeline:
         self._is_using = False
         self._use.close()
 
-    def begin(self, prompts: PromptBatch) -> MakerBatch:
-        """Generate a batch of prompts, with nothing beside it, and do all else that needs the models."""
-        self.submit(prompts)
+    def begin(self, samples: list[Sample]) -> MakerBatch:
+        """Write responses, with nothing beside them, and do all else that needs the models."""
+        self.submit(samples)
         while (batch := self.advance(in_batches=True)) is None:
             pass
         return batch
@@ -155,16 +163,17 @@ class ExperiencePipeline:
             batch.experience = None
         self._note_drops(batch)
         num_made = 0 if batch.experience is None else batch.experience.num_samples
-        num_dropped = len(batch.prompts) - num_made - len(batch.quarantined_ids)
+        quarantined = [sample.unit for sample in batch.samples if sample.is_quarantined]
+        num_dropped = len(batch.samples) - num_made - len(quarantined)
         if num_dropped < 0:
             raise DataError(
-                f"{type(self.maker).__name__} made {num_made} samples of {len(batch.prompts)} prompts. Return at most "
+                f"{type(self.maker).__name__} made {num_made} samples of {len(batch.samples)} prompts. Return at most "
                 "one for each; several samples of a prompt are several rows of the batch (rollout.samples_per_prompt)."
             )
         self.num_made += num_made
         self.num_dropped += num_dropped
-        self.num_quarantined += len(batch.quarantined_ids)
-        self._quarantined_groups |= batch.quarantined_groups
+        self.num_quarantined += len(quarantined)
+        self._quarantined_groups |= {*quarantined}
         if batch.quarantined and len(self._quarantined_groups) > (limit := self.maker.reward_model.max_quarantined):
             raise RewardError(
                 f"the reward failed on {counted(len(self._quarantined_groups), 'group')} of this maker, more than "
@@ -178,7 +187,7 @@ class ExperiencePipeline:
         if (error := batch.dropped) is None:
             self._num_dropped_in_a_row = self._num_faults_in_a_row = 0
             return
-        num_samples = len(batch.prompts) - len(batch.quarantined_ids)  # those have a limit of their own
+        num_samples = sum(not sample.is_quarantined for sample in batch.samples)  # those have a limit of their own
         is_by_design = isinstance(error, NoSignal)  # then its rewards were valid, so an earlier fault is over
         self._num_dropped_in_a_row += num_samples
         self._num_faults_in_a_row = 0 if is_by_design else self._num_faults_in_a_row + num_samples
@@ -201,7 +210,8 @@ class ExperiencePipeline:
         use = self.timeline.take()
         make_seconds = max(1e-9, use.spent("generate", "score", "wait_rewards"))
         num_samples, scorer = experience.num_samples, self.maker.reward_model
-        samples = sample_texts(experience, scorer.tokenizer, samples_kept) if isinstance(scorer, RewardScorer) else []
+        texts = sample_texts(experience, scorer.tokenizer, samples_kept) if isinstance(scorer, RewardScorer) else []
+        facts = {sample.id: facts_of(sample) for sample in batch.samples} if texts else {}
         return {
             "version": batch.version,
             "incarnation": batch.incarnation,
@@ -213,7 +223,7 @@ class ExperiencePipeline:
                 **maker_metrics(use),
                 **batch.metrics,
             },
-            "samples": [{**sample, **batch.facts_of(sample["sample_id"])} for sample in samples],
+            "samples": [{**text, **facts.get(text["sample_id"], {"columns": {}})} for text in texts],
         }
 
 
@@ -226,17 +236,17 @@ class WholeBatches:
 
     def __init__(self, maker: ExperienceMaker) -> None:
         self._maker = maker
-        self._waiting: tuple[PromptBatch, dict[str, Any]] | None = None
+        self._waiting: tuple[list[Sample], dict[str, Any]] | None = None
 
     @property
     def num_written(self) -> int:
         """Samples of the batch that was submitted."""
         return 0 if self._waiting is None else len(self._waiting[0])
 
-    def submit(self, prompts: PromptBatch, **generate_kwargs: Any) -> None:
+    def submit(self, samples: list[Sample], **generate_kwargs: Any) -> None:
         """Take a batch in."""
         assert self._waiting is None
-        self._waiting = prompts, generate_kwargs
+        self._waiting = samples, generate_kwargs
 
     def write(self) -> None:
         """Do nothing."""
@@ -245,24 +255,25 @@ class WholeBatches:
     def score(self) -> MakerBatch:
         """Make the batch; fills in versions, and ids if there is one sample for each prompt."""
         assert self._waiting is not None
-        (prompts, generate_kwargs), self._waiting = self._waiting, None
-        known = {"sample_ids": prompts.sample_ids, "group_ids": prompts.group_ids, "columns": prompts.columns}
+        (samples, generate_kwargs), self._waiting = self._waiting, None
+        ids = {"sample_ids": torch.tensor([sample.id for sample in samples]), "group_ids": group_ids_of(samples)}
+        known: dict[str, Any] = {**ids, "columns": columns_of(samples)}
         declared = _declared_keywords(type(self._maker))
         known = {name: value for name, value in known.items() if name in declared}
+        pad_token = GenerateOptions.parse(**generate_kwargs).pad_token(unwrap(self._maker.actor))
+        input_ids, attention_mask = pad_prompts(samples, pad_token=pad_token)
         try:
-            experience = self._maker.make_experience(
-                prompts.input_ids, prompts.attention_mask, **known, **generate_kwargs
-            )
+            experience = self._maker.make_experience(input_ids, attention_mask, **known, **generate_kwargs)
         except AllSamplesDropped as error:
-            return MakerBatch(prompts, dropped=error)
-        if experience.num_samples == len(prompts):
-            for name in ("sample_ids", "group_ids"):
+            return MakerBatch(samples, dropped=error)
+        if experience.num_samples == len(samples):
+            for name, value in ids.items():
                 if getattr(experience, name) is None:
-                    setattr(experience, name, getattr(prompts, name))
+                    setattr(experience, name, value)
         if experience.policy_versions is None:
             version = self._maker.policy_version
             experience.policy_versions = torch.full_like(experience.action_log_probs, version, dtype=torch.long)
-        return MakerBatch(prompts, experience)
+        return MakerBatch(samples, experience)
 
     def finish(self, batch: MakerBatch) -> None:
         """Do nothing: `make_experience` has done all."""

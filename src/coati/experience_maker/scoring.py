@@ -114,7 +114,6 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
     """
     experience = batch.experience
     assert experience is not None
-    assert experience.sample_ids is not None
     mask = experience.full_action_mask()
     of_tokens = {"log-prob": experience.action_log_probs, "value": experience.values}
     if algorithm.kl_coef:
@@ -124,30 +123,29 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
     is_bad = torch.stack(list(bad.values())).any(dim=0)
     if not bool(is_bad.any()):
         return experience
-    in_groups = algorithm.uses_groups and experience.group_ids is not None
-    groups: Tensor = experience.group_ids if in_groups else experience.sample_ids  # type: ignore[assignment]
-    is_good = ~torch.isin(groups, groups[is_bad])
-    found = {name: experience.sample_ids[rows].tolist() for name, rows in bad.items() if bool(rows.any())}
-    reasons = {one: f"no finite {name}" for name, ids in reversed(found.items()) for one in ids}
-    batch.losses = reasons | batch.losses  # which knows more of the reward
-    failed = {record["sample_id"] for record in batch.quarantined}
+    samples = batch.left()
+    for name, rows in bad.items():
+        for row in rows.nonzero().flatten().tolist():
+            samples[row].lost = samples[row].lost or f"no finite {name}"  # the reward knows more of it
+    bad_units = {sample.unit for sample in samples if sample.lost}
+    failed_units = {sample.unit for sample in samples if sample.is_quarantined}
     lost: dict[str, list[int]] = {}
-    for one in reasons.keys() - failed:
-        lost.setdefault(batch.losses[one], []).append(one)
+    for sample in samples:
+        if sample.lost and not sample.is_quarantined:
+            lost.setdefault(sample.lost, []).append(sample.id)
+        sample.is_quarantined = sample.unit in failed_units
     parts = [
-        f"{reason}: {len(ids)} of {counted(len(is_bad), 'sample')} (sample ids {sorted(ids)[:8]})"
+        f"{reason}: {len(ids)} of {counted(len(samples), 'sample')} (sample ids {sorted(ids)[:8]})"
         for reason, ids in sorted(lost.items())
     ]
-    if failed:
-        pairs = list(zip(experience.sample_ids.tolist(), groups.tolist(), strict=True))
-        batch.quarantined_groups = {group for one, group in pairs if one in failed}
-        batch.quarantined_ids = {one for one, group in pairs if group in batch.quarantined_groups}
-        error = batch.quarantined[-1]["error"]
-        parts.insert(0, f"the reward failed on {counted(len(failed), 'sample')}, now in quarantine (the last: {error})")
+    if failed := batch.quarantined:
+        what = f"the reward failed on {counted(len(failed), 'sample')}, now in quarantine"
+        parts.insert(0, f"{what} (the last: {failed[-1]['error']})")
     message = "; ".join(parts)
+    is_good = torch.tensor([sample.unit not in bad_units for sample in samples], device=is_bad.device)
     if not bool(is_good.any()):
         remedy = "The learning rates (train.actor_lr, train.critic_lr) may be too high, or the models' weights damaged."
-        if "reward" in found:
+        if bool(bad["reward"].any()):
             remedy = "Have the reward return a finite number for each sample, 0.0 where it does not apply."
         raise AllSamplesDropped(f"{message}, so none is left. {remedy}")
     num_lost = int((~is_good).sum())

@@ -30,7 +30,6 @@ from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_source import WorkSource
 from coati.peers import wait_in_slices
-from coati.prompts.batch import PromptBatch
 
 # Between two checks for rewards, while the loop waits for something else.
 _POLL_SECONDS: Final = 0.02
@@ -100,7 +99,7 @@ class WorkLoop:
     def take_turn(self) -> bool:
         """Do the next work alone, and deliver it, while the trainer waits; False if there is none now."""
         work = self._source.poll(self._source.capacity)
-        if isinstance(work, PromptBatch):
+        if isinstance(work, list):
             self._start_hooks()
             with self._timeline.span("generate"):
                 self._pending.append(self._pipeline.begin(work))
@@ -134,7 +133,7 @@ class WorkLoop:
     def _room(self) -> int | None:
         """Samples that there is room for; None if there is too little to ask for more work."""
         source, pipeline = self._source, self._pipeline
-        num_in_work, num_pending = pipeline.num_in_work, sum(len(batch.prompts) for batch in self._pending)
+        num_in_work, num_pending = pipeline.num_in_work, sum(len(batch.samples) for batch in self._pending)
         if not self._is_stream:
             return source.capacity if not num_in_work and len(self._pending) < 2 else None
         room = min(source.capacity - num_in_work, pipeline.stream.room)
@@ -172,7 +171,7 @@ class WorkLoop:
         work = drawn.result()
         if work is None:
             self._has_more = False
-        elif isinstance(work, PromptBatch):
+        elif isinstance(work, list):
             if not self._pending and not self._pipeline.num_in_work:
                 self._start_hooks()
             self._pipeline.submit(work)

@@ -1,6 +1,5 @@
 """Where a maker's work comes from: leases from trainers, and the prompts that these stand for, or a data loader."""
 
-import dataclasses
 import itertools
 import time
 from abc import ABC, abstractmethod
@@ -8,15 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-import torch
-
 from coati.config import Deadlines
 from coati.errors import DataError, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
-from coati.experience import BufferItem
+from coati.experience import BufferItem, Sample
 from coati.experience_maker.base import MakerBatch
 from coati.ledger.rules import Ending, Lease, LeaseRequest, LedgerRules
 from coati.peers import Peers
-from coati.prompts.batch import PromptBatch
+from coati.prompts.batch import parse_prompts
 from coati.prompts.stream import PromptStream
 from coati.weights.served import ServedModels
 
@@ -45,10 +42,10 @@ class WorkSource(ABC):
     last_answer = 0.0  # when whoever gives out work last said that there is none yet, by the monotonic clock
 
     @abstractmethod
-    def draw(self, room: int) -> PromptBatch | OtherWork | None:
+    def draw(self, room: int) -> list[Sample] | OtherWork | None:
         """Wait for prompts for up to `room` samples, or for other work that comes first; None at the end."""
 
-    def poll(self, room: int) -> PromptBatch | OtherWork | None:
+    def poll(self, room: int) -> list[Sample] | OtherWork | None:
         """Return what may be begun now; None if that is nothing. A data loader only waits."""
         return self.draw(room)
 
@@ -76,10 +73,10 @@ class LoaderPrompts(WorkSource):
         batches = (batch for _ in passes for batch in self._one_pass())
         self._batches = itertools.islice(batches, num_steps if num_steps > 0 else None)
 
-    def draw(self, room: int) -> PromptBatch | None:  # noqa: ARG002  (the loader decides)
+    def draw(self, room: int) -> list[Sample] | None:  # noqa: ARG002  (the loader decides)
         """Return the loader's next batch."""
         batch = next(self._batches, None)
-        return None if batch is None else PromptBatch.parse(batch)
+        return None if batch is None else parse_prompts(batch)
 
     def _one_pass(self) -> Iterator[Any]:
         is_empty = True
@@ -129,7 +126,7 @@ class LeasedPrompts(WorkSource):
         # What trainers have not been told. Leases are asked for in another thread, but each change of a list is whole.
         self._endings: dict[str, list[Ending]] = {name: [] for name in self._trainers}
 
-    def draw(self, room: int) -> PromptBatch | OtherWork | None:
+    def draw(self, room: int) -> list[Sample] | OtherWork | None:
         """Wait for leases as long as trainers answer; None after a stop."""
         while not self._should_stop():
             if (found := self.poll(room)) is not None:
@@ -142,21 +139,19 @@ class LeasedPrompts(WorkSource):
         """What its maker waits for."""
         return f"leases for maker {self._maker}, which serves version {self._served.version}"
 
-    def poll(self, room: int) -> PromptBatch | OtherWork | None:
+    def poll(self, room: int) -> list[Sample] | OtherWork | None:
         """Ask once; None if nothing may be made now."""
         if (work := self._other_work()) is not None:
             return work
         size = self._rules.group_size
         wanted = max(size, room // len(self._trainers) // size * size)
         epochs = dict(sorted(self._request(wanted)))
-        prompts, unusable = self._stream.batch(list(epochs), group_size=size)
+        samples, unusable = self._stream.batch(list(epochs), group_size=size)
         for number, reason in unusable.items():
             self._end(Lease(number, epochs[number]), f"prompt skipped, {reason}")
-        if prompts is None:
-            return None
-        assert prompts.sample_ids is not None
-        mine = [epochs[one // size] for one in prompts.sample_ids.tolist()]
-        return dataclasses.replace(prompts, lease_epochs=torch.tensor(mine))
+        for sample in samples:
+            sample.lease = (sample.id // size, epochs[sample.id // size])
+        return samples or None
 
     @property
     def num_skipped(self) -> int:  # type: ignore[override]
@@ -165,21 +160,18 @@ class LeasedPrompts(WorkSource):
 
     def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
         """Put leases on the items of a batch, and end those of dropped ones; returns the items of complete groups."""
-        prompts, size = batch.prompts, self._rules.group_size
-        assert prompts.sample_ids is not None
-        assert prompts.lease_epochs is not None
-        pairs = zip(prompts.sample_ids.tolist(), prompts.lease_epochs.tolist(), strict=True)
-        made: dict[Lease, list[BufferItem]] = {Lease(one // size, epoch): [] for one, epoch in pairs}
-        by_number = {lease.number: group for lease, group in made.items()}
+        leases = {sample.id: sample.lease for sample in batch.samples}
+        made: dict[tuple[int, int] | None, list[BufferItem]] = {lease: [] for lease in leases.values()}
         for item in items:
             assert item.sample_ids is not None
-            by_number[int(item.sample_ids) // size].append(item)
+            made[leases[int(item.sample_ids)]].append(item)
         for lease, group in made.items():
-            if len(group) < size:
-                self._end(lease, *_why_it_ends(batch, range(lease.number * size, (lease.number + 1) * size)))
+            assert lease is not None
+            if len(group) < self._rules.group_size:
+                self._end(Lease(*lease), *_why_it_ends([one for one in batch.samples if one.lease == lease], batch))
                 group.clear()
             for item in group:
-                item.lease, item.scored_by = (lease.number, lease.epoch), batch.version
+                item.lease, item.scored_by = lease, batch.version
         return [item for group in made.values() for item in group]
 
     def settle(self) -> None:
@@ -239,10 +231,10 @@ class LeasedPrompts(WorkSource):
                 raise error.cause from None
 
 
-def _why_it_ends(batch: MakerBatch, sample_ids: Sequence[int]) -> tuple[str, str]:
-    """Why a group came to nothing, with the ids of the samples to blame, and its fate."""
-    fate = "drop" if batch.quarantined_ids.isdisjoint(sample_ids) else "quarantine"
-    if ids := [one for one in sample_ids if one in batch.losses]:
-        reason = batch.losses[ids[0]].partition(". ")[0][:_REASON_CHARACTERS]
-        return f"{reason} (samples {', '.join(map(str, ids))})", fate
+def _why_it_ends(samples: list[Sample], batch: MakerBatch) -> tuple[str, str]:
+    """Why samples of a lease came to nothing, with the ids of those to blame, and its fate."""
+    fate = "quarantine" if any(sample.is_quarantined for sample in samples) else "drop"
+    if lost := [sample for sample in samples if sample.lost]:
+        reason = lost[0].lost.partition(". ")[0][:_REASON_CHARACTERS]
+        return f"{reason} (samples {', '.join(str(sample.id) for sample in lost)})", fate
     return "dropped by the maker" if batch.dropped is None else str(batch.dropped), fate

@@ -6,19 +6,17 @@ their position, and are counted by reason.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from coati.config import PromptSettings, RolloutSettings
-from coati.errors import ConfigError, DataError
-from coati.prompts.batch import PromptBatch
+from coati.errors import DataError
+from coati.experience import UNKNOWN_ID, Sample
 from coati.prompts.table import PromptTable
 from coati.randomness import STREAM_PROMPTS, keyed_generator
 
@@ -35,13 +33,6 @@ _CACHED_PROMPTS = 1024  # a small table is tokenized once; of a large one, each 
 # No text has more characters per token than this, so a much longer one is skipped without the minutes that tokenizing
 # megabytes may take.
 _CHARACTERS_PER_TOKEN = 32
-
-
-class _Prompt(NamedTuple):
-    row: int
-    text: str  # as it was tokenized
-    ids: array[int]
-    skip_reason: str | None
 
 
 class PromptStream:
@@ -77,11 +68,10 @@ class PromptStream:
         self._limits = {SKIP_TOO_LONG: prompts.max_tokens} if prompts.max_tokens else {}
         if context_length is not None:
             self._limits[SKIP_NO_ROOM] = context_length - 1
-        self._pad_id = _pad_id(tokenizer)
         self._warned: set[str] = set()
         self._prompt = lru_cache(maxsize=_CACHED_PROMPTS)(self._encode)
         self._order = lru_cache(maxsize=2)(self._order_of)
-        if all(self._prompt(row).skip_reason for row in range(len(table))):
+        if all(self._prompt(row).lost for row in range(len(table))):
             counts = ", ".join(f"{count:,} {reason}" for reason, count in self.survey().items())
             raise DataError(
                 f"{table.source} has no usable prompts: {counts}. The limits are prompts.max_tokens = "
@@ -96,50 +86,52 @@ class PromptStream:
 
     def survey(self) -> Counter[str]:
         """Tokenize all prompts, and count those that will be skipped in each pass, by reason."""
-        reasons = (self._prompt(row).skip_reason for row in range(len(self._table)))
-        return Counter(reason for reason in reasons if reason is not None)
+        return Counter(reason for row in range(len(self._table)) if (reason := self._prompt(row).lost))
 
-    def batch(self, numbers: Sequence[int], *, group_size: int = 1) -> tuple[PromptBatch | None, dict[int, str]]:
-        """Return a batch of the groups with these numbers, and why some of them cannot be made, by number.
+    def batch(self, numbers: Sequence[int], *, group_size: int = 1) -> tuple[list[Sample], dict[int, str]]:
+        """Return the samples of the groups with these numbers, and why some of them cannot be made, by number.
 
-        A group is `group_size` samples of one prompt: all of them, or one. None where nothing is left for a batch.
+        A group is `group_size` samples of one prompt: all of them, or one.
         """
-        samples: dict[int, _Prompt] = {}
+        samples: list[Sample] = []
         skipped = {}
         for number in numbers:
             ids = range(number * group_size, (number + 1) * group_size)
             position, repeat = divmod(ids.start, self._samples_per_prompt)
-            epoch, place = divmod(position, len(self._table))
-            prompt = self._prompt(self._order(epoch)[place])
-            if prompt.skip_reason is None:
-                samples |= dict.fromkeys(ids, prompt)
+            pass_number, place = divmod(position, len(self._table))
+            prompt = self._prompt(row := self._order(pass_number)[place])
+            if not prompt.lost:
+                self._check_room(len(prompt.tokens))
+                samples += [dataclasses.replace(prompt, id=one, group=position) for one in ids]
                 continue
-            skipped[number] = prompt.skip_reason
+            skipped[number] = prompt.lost
             if repeat == 0:  # else it is counted
-                self.skipped[prompt.skip_reason] += 1
-                where = f"first in {self._table.where(prompt.row)}; others are only counted"
-                self._warn_once(f"Skipping prompts: {prompt.skip_reason}", where)
-        return self._collate(samples) if samples else None, skipped
+                self.skipped[prompt.lost] += 1
+                where = f"first in {self._table.where(row)}; others are only counted"
+                self._warn_once(f"Skipping prompts: {prompt.lost}", where)
+        return samples, skipped
 
-    def _order_of(self, epoch: int) -> Sequence[int]:
+    def _order_of(self, pass_number: int) -> Sequence[int]:
         """The rows in the order of one pass."""
         order: Sequence[int] = range(len(self._table))
         if self._shuffle:
-            order = keyed_generator(self._seed, epoch, stream=STREAM_PROMPTS).permutation(len(order)).tolist()
+            order = keyed_generator(self._seed, pass_number, stream=STREAM_PROMPTS).permutation(len(order)).tolist()
         return order if self._levels is None else sorted(order, key=self._levels.__getitem__)
 
-    def _encode(self, row: int) -> _Prompt:
+    def _encode(self, row: int) -> Sample:
+        """What all samples of a row are copied from; `lost` says why there are none."""
         prompt = self._table.rows[row][self._table.column]
         where = f"{self._table.where(row)}: {self._table.column!r}"
         text = _render(prompt, self._tokenizer, where=where)
         if reason := self._skip_reason(1 + len(text) // _CHARACTERS_PER_TOKEN):
-            return _Prompt(row, "", array("q"), reason)
+            return Sample(UNKNOWN_ID, [], lost=reason)
         try:
             ids = self._tokenize(text, is_chat=not isinstance(prompt, str))
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise DataError(f"{where} cannot be tokenized: {what}. Correct the text.") from error
-        return _Prompt(row, text, array("q", ids), self._skip_reason(len(ids)))
+        columns = {"prompt": text, **{name: self._table.rows[row].get(name) for name in self._columns}}
+        return Sample(UNKNOWN_ID, ids, columns=columns, lost=self._skip_reason(len(ids)))
 
     def _tokenize(self, text: str, *, is_chat: bool) -> list[int]:
         """Return token ids; a plain text gets the tokenizer's special tokens, but no end token. A chat has its own."""
@@ -151,37 +143,24 @@ class PromptStream:
                 ids.pop()
         return ids
 
-    def _skip_reason(self, num_tokens: int) -> str | None:
+    def _skip_reason(self, num_tokens: int) -> str:
         if num_tokens == 0:
             return SKIP_EMPTY
-        return next((reason for reason, most in self._limits.items() if num_tokens > most), None)
+        return next((reason for reason, most in self._limits.items() if num_tokens > most), "")
 
     def _warn_once(self, topic: str, details: str) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
             logger.warning("%s (%s).", topic, details)
 
-    def _collate(self, samples: dict[int, _Prompt]) -> PromptBatch:
-        prompts = list(samples.values())
-        length = max(len(prompt.ids) for prompt in prompts)
+    def _check_room(self, length: int) -> None:
+        """Warn once if a prompt leaves less room than a response may need."""
         if self._context_length is not None and length + self._max_new_tokens > self._context_length:
             room = self._context_length - length
             self._warn_once(
                 "Some responses will be cut short",
                 f"a prompt of {length} tokens leaves room for {room}, not for max_new_tokens = {self._max_new_tokens}",
             )
-        gaps = [length - len(prompt.ids) for prompt in prompts]
-        ids = [[self._pad_id] * gap + prompt.ids.tolist() for gap, prompt in zip(gaps, prompts, strict=True)]
-        sample_ids = torch.tensor(list(samples), dtype=torch.long)  # [B]
-        rows = [self._table.rows[prompt.row] for prompt in prompts]
-        columns = {name: [row.get(name) for row in rows] for name in self._columns}
-        return PromptBatch(
-            torch.tensor(ids, dtype=torch.long),
-            torch.tensor([[0] * gap + [1] * (length - gap) for gap in gaps], dtype=torch.long),
-            sample_ids=sample_ids,
-            group_ids=sample_ids // self._samples_per_prompt,
-            columns={"prompt": [prompt.text for prompt in prompts], **columns},
-        )
 
 
 def _levels(table: PromptTable, curriculum: str) -> list[float]:
@@ -196,16 +175,6 @@ def _levels(table: PromptTable, curriculum: str) -> list[float]:
             )
         levels.append(sign * level)
     return levels
-
-
-def _pad_id(tokenizer: Any) -> int:
-    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token_id is not None:
-            return int(token_id)
-    raise ConfigError(
-        "The tokenizer (model.tokenizer) has neither a padding nor an end-of-sequence token. Set tokenizer.pad_token "
-        "and save it again."
-    )
 
 
 def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, *, where: str) -> str:

@@ -55,8 +55,7 @@ class Story:
 
     def settle(self, batch, *, without=(), dropped=None):
         """Hand in samples for a batch; returns what is delivered."""
-        ids = batch.sample_ids.tolist()
-        made = [] if dropped is not None else [tiny.item(one) for one in ids if one not in without]
+        made = [] if dropped is not None else [tiny.item(one) for one in ids(batch) if one not in without]
         return self.prompts.attach_leases(MakerBatch(batch, dropped=dropped), made)
 
     def deliver(self, items):
@@ -72,7 +71,7 @@ class Story:
 
 
 def ids(batch):
-    return None if batch is None else batch.sample_ids.tolist()
+    return None if batch is None else [sample.id for sample in batch]
 
 
 def test_a_batch_is_what_was_leased_and_what_is_made_of_it_bears_its_leases():

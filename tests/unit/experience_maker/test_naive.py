@@ -13,11 +13,12 @@ from transformers import LlamaForSequenceClassification
 
 from coati.config import AlgorithmSettings
 from coati.errors import ConfigError, DataError, GenerateOptionError, RewardError
+from coati.experience import Sample
 from coati.experience_maker import AllSamplesDropped, NaiveExperienceMaker, naive
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.scoring import NoSignal
 from coati.models import Actor, Critic, RewardModel, action_values
-from coati.prompts.batch import PromptBatch
+from coati.prompts.batch import parse_prompts
 from coati.rewards import Reward, RewardScorer
 from coati.rollout import ReferenceEngine
 from coati.weights.served import ServedModels
@@ -204,8 +205,7 @@ def test_kl_is_zero_while_the_actor_is_the_initial_model(make_maker, llama):
 
 
 def test_the_engine_is_watched_and_found_exact(make_maker):
-    input_ids, attention_mask = padded(PROMPTS, 0)
-    prompts = PromptBatch(input_ids, attention_mask, torch.arange(len(input_ids)))
+    prompts = [Sample(one, prompt) for one, prompt in enumerate(PROMPTS)]
     batch = begun(make_maker(engine="native"), prompts, max_new_tokens=6)
     assert batch.metrics["rollout/logprob_gap"].weight == int(batch.experience.action_mask[:2].sum())
     assert batch.metrics["rollout/logprob_gap_max"].value < 1e-5
@@ -224,7 +224,7 @@ def test_cut_responses_are_those_that_the_engine_cut(make_maker):
         maker, ServedModels(maker.trained_models), generate_kwargs={"max_new_tokens": 3, "eos_token_id": []}
     )
     input_ids, attention_mask = padded(PROMPTS, 0)
-    batch = pipeline.begin(PromptBatch.parse({"input_ids": input_ids, "attention_mask": attention_mask}))
+    batch = pipeline.begin(parse_prompts({"input_ids": input_ids, "attention_mask": attention_mask}))
     assert pipeline.finish(batch) is not None
     metrics = pipeline.record(batch, samples_kept=0)["metrics"]
     assert metrics["response/cut_fraction"].value == 0.25
@@ -441,14 +441,15 @@ def test_a_number_of_the_models_that_is_not_finite_costs_its_sample(make_maker, 
     monkeypatch.setattr(naive, "score_with_models", score_poisoned)
     batch = begun(
         maker,
-        PromptBatch(*padded(PROMPTS), torch.arange(len(PROMPTS))),
+        [Sample(one, prompt) for one, prompt in enumerate(PROMPTS)],
         max_new_tokens=6,
     )
     maker.finish(batch)
     is_dropped = number != "KL" or kl_coef > 0  # where there is no penalty, nothing is made of the KL
     assert batch.experience.sample_ids.tolist() == ([0, 1, 3] if is_dropped else [0, 1, 2, 3])
     # The KL follows from the log-probs; what was wrong first is the reason.
-    assert batch.losses == ({2: f"no finite {number}"} if is_dropped else {})
+    lost = {sample.id: sample.lost for sample in batch.samples if sample.lost}
+    assert lost == ({2: f"no finite {number}"} if is_dropped else {})
 
 
 # Prompts that do not fit, and limits
@@ -614,9 +615,7 @@ def test_dynamic_sampling_leaves_out_what_teaches_nothing(make_maker):
 
 def test_samples_without_signal_are_reported_with_the_next_batch_that_has_some(make_maker):
     maker = scored_maker(make_maker, [2.0, 2.0, 1.0, 1.0], "dapo")
-    input_ids, attention_mask = padded(PROMPTS)
-    groups, ids = torch.tensor([3, 3, 5, 5]), torch.arange(4)
-    prompts = PromptBatch(input_ids, attention_mask, sample_ids=ids, group_ids=groups)
+    prompts = [Sample(one, prompt, group=[3, 3, 5, 5][one]) for one, prompt in enumerate(PROMPTS)]
     with pytest.raises(NoSignal):
         maker.finish(begun(maker, prompts, max_new_tokens=2))
     maker.reward_model = Scores(torch.tensor([2.0, 2.0, 0.0, 1.0]))

@@ -13,7 +13,7 @@ from coati.experience_maker.pipeline import (
     ExperiencePipeline,
 )
 from coati.experience_maker.scoring import NoSignal
-from coati.prompts.batch import PromptBatch
+from coati.prompts.batch import parse_prompts
 from coati.weights.served import ServedModels, VerifiedUpdate
 
 
@@ -40,8 +40,8 @@ def make(pipeline, batch):
     return pipeline.finish(pipeline.begin(batch))
 
 
-def batch_of(size, **fields):
-    return PromptBatch(torch.ones(size, 2, dtype=torch.long), torch.ones(size, 2, dtype=torch.long), **fields)
+def batch_of(size, columns=None, **ids):
+    return parse_prompts({"input_ids": torch.ones(size, 2), **ids, **(columns or {})})
 
 
 def pipeline_of(*plan, **kwargs):

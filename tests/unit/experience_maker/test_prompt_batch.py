@@ -7,7 +7,8 @@ import torch
 
 import coati.prompts.batch as batch_module
 from coati.errors import DataError
-from coati.prompts.batch import PromptBatch
+from coati.experience import UNKNOWN_ID
+from coati.prompts.batch import parse_prompts
 
 
 def test_docstring_examples_run():
@@ -20,13 +21,8 @@ def test_docstring_examples_run():
     "batch", [torch.tensor([[3, 4]]), {"input_ids": [[3, 4]]}, {"input_ids": torch.tensor([[3, 4]])}]
 )
 def test_a_tensor_or_a_dict_of_input_ids_without_a_mask_is_unpadded(batch):
-    parsed = PromptBatch.parse(batch)
-    assert len(parsed) == 1
-    assert parsed.input_ids.tolist() == [[3, 4]]
-    assert parsed.attention_mask.tolist() == [[1, 1]]
-    assert parsed.sample_ids is None
-    assert parsed.group_ids is None
-    assert parsed.columns == {}
+    (sample,) = parse_prompts(batch)
+    assert (sample.tokens, sample.id, sample.group, sample.columns) == ([3, 4], UNKNOWN_ID, None, {})
 
 
 def test_further_keys_are_columns_and_ids_are_told_apart():
@@ -38,31 +34,11 @@ def test_further_keys_are_columns_and_ids_are_told_apart():
         "answer": ["a", "b"],
         "level": torch.tensor([0.5, 1.5]),
     }
-    parsed = PromptBatch.parse(batch)
-    assert parsed.input_ids.dtype == parsed.attention_mask.dtype == parsed.sample_ids.dtype == torch.long
-    assert parsed.attention_mask.tolist() == [[0, 1], [1, 1]]
-    assert (parsed.sample_ids.tolist(), parsed.group_ids.tolist()) == ([7, 8], [1, 1])
-    assert parsed.columns["answer"] == ["a", "b"]
-    assert set(parsed.columns) == {"answer", "level"}
+    first, second = parse_prompts(batch)
+    assert (first.tokens, second.tokens) == ([3], [4, 5])
+    assert (first.id, second.id, first.group, second.group) == (7, 8, 1, 1)
+    assert (first.columns, second.columns) == ({"answer": "a", "level": 0.5}, {"answer": "b", "level": 1.5})
     assert "input_ids" in batch  # the loader's dict is left as it was
-
-
-def test_select_takes_the_same_prompts_of_everything():
-    batch = PromptBatch.parse(
-        {
-            "input_ids": [[1], [2], [3]],
-            "sample_ids": [4, 5, 6],
-            "group_ids": [7, 8, 9],
-            "answer": ["a", "b", "c"],
-        }
-    )
-    part = batch.select([1, 2])
-    assert part.input_ids.tolist() == [[2], [3]]
-    assert part.attention_mask.tolist() == [[1], [1]]
-    assert (part.sample_ids.tolist(), part.group_ids.tolist()) == ([5, 6], [8, 9])
-    assert part.columns == {"answer": ["b", "c"]}
-    bare = PromptBatch.parse(torch.tensor([[1], [2]])).select([0])
-    assert (len(bare), bare.sample_ids, bare.group_ids) == (1, None, None)
 
 
 @pytest.mark.parametrize(
@@ -84,4 +60,4 @@ def test_select_takes_the_same_prompts_of_everything():
 )
 def test_a_bad_batch_is_an_error_that_says_what_came(batch, message):
     with pytest.raises(DataError, match=message):
-        PromptBatch.parse(batch)
+        parse_prompts(batch)

@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from coati.batching import split_experience_batch
 from coati.config import AlgorithmSettings
 from coati.errors import RewardError
+from coati.experience import Sample
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
@@ -17,7 +17,6 @@ from coati.ledger import LedgerRules
 from coati.models import Actor
 from coati.monitor.records import RecordLog
 from coati.peers import LocalPeers
-from coati.prompts.batch import PromptBatch
 from coati.rewards import FunctionReward, RewardScorer, WeightedSum
 from coati.rewards.calling import Verdict
 from coati.weights.served import ServedModels
@@ -42,10 +41,8 @@ class Prompts:
     def batch(self, numbers, *, group_size):
         ids = [number * group_size + part for number in numbers for part in range(group_size)]
         groups = [number for number in numbers for _ in range(group_size)]
-        columns = {"number": ids, "prompt": [f"prompt {group}" for group in groups]}
-        tokens = {"input_ids": torch.full([len(ids), 2], 3)}
-        prompts = {**tokens, "sample_ids": ids, "group_ids": groups, **columns}
-        return (PromptBatch.parse(prompts) if ids else None), {}
+        pairs = zip(ids, groups, strict=True)
+        return [Sample(i, [3, 3], group=g, columns={"number": i, "prompt": f"prompt {g}"}) for i, g in pairs], {}
 
 
 class Rig:
@@ -99,7 +96,7 @@ def test_a_group_with_a_bad_sample_is_left_out_as_a_whole_and_its_lease_says_why
     assert (first, second, fate) == (1, 3, "quarantine")
     assert reason.startswith("Reward function 'judge' raised KeyError: 'no 2' (at ")
     assert reason.endswith(" (samples 2)")
-    assert rig.again.sample_ids.tolist() == [8, 9, 10, 11]  # others take their place
+    assert [sample.id for sample in rig.again] == [8, 9, 10, 11]  # others take their place
     assert (rig.pipeline.num_made, rig.pipeline.num_dropped, rig.pipeline.num_quarantined) == (4, 0, 4)
     metrics = rig.pipeline.record(batch, samples_kept=0)["metrics"]
     assert (metrics["maker/quarantined"].value, metrics["maker/dropped"].value) == (4.0, 0.0)
@@ -129,7 +126,8 @@ def test_long_texts_are_cut(llama):
 def test_samples_have_the_prompts_and_columns_of_their_rows(llama):
     rig = Rig(llama, bad=[0, 2])
     batch = rig.make()
-    batch.prompts.columns["answer"] = [{"of": number} for number in range(7)] + ["x" * 5000]
+    for sample, answer in zip(batch.samples, [{"of": number} for number in range(7)] + ["x" * 5000], strict=True):
+        sample.columns["answer"] = answer
     samples = rig.pipeline.record(batch, samples_kept=4)["samples"]
     assert [sample["columns"] for sample in samples[:2]] == [
         {"number": 4, "answer": {"of": 4}},
@@ -177,7 +175,7 @@ def test_a_batch_of_nothing_but_failures_is_in_quarantine_and_not_dropped(llama)
     assert rig.make().experience is None
     assert [fate for _, fate, _ in rig.fates] == ["quarantine"] * 4
     assert (rig.pipeline.num_dropped, rig.pipeline.num_quarantined) == (0, 8)
-    assert rig.again.sample_ids.tolist() == list(range(8, 16))
+    assert [sample.id for sample in rig.again] == list(range(8, 16))
 
 
 def test_over_the_budget_the_run_ends_with_the_reason(llama):
@@ -193,9 +191,9 @@ def test_the_budget_counts_samples_where_they_are_not_compared(llama):
     batch = rig.pipeline.begin(rig.prompts.poll(8))
     with pytest.raises(RewardError, match=r"2 groups .* reward.max_quarantined \(1\)"):
         rig.pipeline.finish(batch)
-    assert batch.quarantined_ids == {2, 3}
+    assert [sample.id for sample in batch.samples if sample.is_quarantined] == [2, 3]
     rig = Rig(llama, bad=[2, 3], max_quarantined=1)
-    assert rig.make().quarantined_groups == {1}
+    assert {sample.unit for sample in rig.make().samples if sample.is_quarantined} == {1}
 
 
 def test_without_a_budget_the_reward_ends_the_run_with_its_own_error(llama):

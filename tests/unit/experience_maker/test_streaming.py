@@ -13,12 +13,12 @@ import torch
 from tiny import llama
 
 from coati.config import AlgorithmSettings, Deadlines
+from coati.experience import Sample
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.experience_maker.work_source import WorkSource
 from coati.models import Actor, Critic
-from coati.prompts.batch import PromptBatch
 from coati.rewards import FunctionReward, RewardScorer
 from coati.weights.served import ServedModels, VerifiedUpdate
 
@@ -93,13 +93,10 @@ class Source(WorkSource):
         return self.batch(range(first, self._first))
 
     def batch(self, ids):
-        ids = torch.tensor(list(ids))
-        tokens = torch.full((len(ids), 2), 4)
-        columns = {"prompt": list(map(str, ids.tolist()))}
-        return PromptBatch(tokens, torch.ones_like(tokens), ids, ids // self._size, columns=columns)
+        return [Sample(one, [4, 4], group=one // self._size, columns={"prompt": str(one)}) for one in ids]
 
     def attach_leases(self, batch, items):
-        self.settled += batch.prompts.sample_ids.tolist()
+        self.settled += [sample.id for sample in batch.samples]
         return items
 
 
@@ -230,7 +227,7 @@ class Watched(NaiveExperienceMaker):
 def test_a_pass_is_over_half_of_what_is_worked_on_and_the_last_over_what_is_left():
     rig = Rig(lambda one: 1 + one % 7, total=64, capacity=16, maker_class=Watched)
     rig.run()
-    sizes = [len(batch.prompts) for _, batch in rig.maker.scored]
+    sizes = [len(batch.samples) for _, batch in rig.maker.scored]
     assert sum(sizes) == 64
     assert min(sizes[:-1]) >= 8  # also while the places run empty at the end
 
@@ -282,7 +279,7 @@ def test_a_complete_group_is_scored_by_the_newest_of_the_weights_that_wrote_it()
     rig = Rig(lambda one: 3 + one, total=8, capacity=8, on_step=lambda step: rig.offer(step), maker_class=Watched)
     rig.run()
     scored = rig.maker.scored
-    assert [one for _, batch in scored for one in batch.prompts.sample_ids.tolist()] == list(range(8))
+    assert [one for _, batch in scored for one in [sample.id for sample in batch.samples]] == list(range(8))
     assert all(int(row.max()) == version for version, batch in scored for row in batch.experience.policy_versions)
     assert len({version for version, _ in scored}) > 4
 
@@ -310,7 +307,7 @@ def test_no_more_waits_for_rewards_than_is_worked_on_at_a_time():
         assert is_over.wait(SECONDS)
 
     def on_step(step):
-        most.append(sum(len(batch.prompts) for batch in rig.loop._pending))
+        most.append(sum(len(batch.samples) for batch in rig.loop._pending))
         if step == 40:
             is_over.set()
 

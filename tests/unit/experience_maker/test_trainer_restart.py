@@ -14,9 +14,9 @@ from coati.actors.maker import Maker
 from coati.actors.options import MakerOptions
 from coati.background import run_in_background
 from coati.config import Deadlines
+from coati.experience import Sample
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.ledger import LedgerRules
-from coati.prompts.batch import PromptBatch
 from coati.prompts.stream import PromptStream
 from coati.trainer.strategies import DDPStrategy
 
@@ -32,8 +32,7 @@ class Prompts(PromptStream):
         self.skipped = Counter()
 
     def batch(self, numbers, *, group_size):
-        ids, tokens = torch.tensor(numbers), torch.full((len(numbers), 2), 3)
-        return (PromptBatch(tokens, torch.ones_like(tokens), ids, ids) if numbers else None), {}
+        return [Sample(number, [3, 3], group=number) for number in numbers], {}
 
 
 class Trainer:

@@ -15,7 +15,7 @@ from coati.experience_maker.work_loop import WorkLoop
 from coati.experience_maker.work_source import WorkSource
 from coati.models import Actor, Critic
 from coati.monitor.records import RecordLog
-from coati.prompts.batch import PromptBatch
+from coati.prompts.batch import parse_prompts
 from coati.rewards import FunctionReward, PendingScores, RewardScorer, WeightedSum
 from coati.rollout import ReferenceEngine
 from coati.weights.served import ServedModels, VerifiedUpdate
@@ -60,10 +60,10 @@ class Source(WorkSource):
 
     def draw(self, room):
         batch = next(self.batches, None)
-        return batch and PromptBatch.parse(batch)
+        return batch and parse_prompts(batch)
 
     def attach_leases(self, batch, items):
-        self.settled.append((int(batch.prompts.sample_ids[0]), len(items)))
+        self.settled.append((batch.samples[0].id, len(items)))
         return items[self.num_kept_back :]
 
 

@@ -5,14 +5,13 @@ import logging
 import random
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from coati.config import PromptSettings, RolloutSettings
-from coati.errors import ConfigError, DataError
+from coati.errors import DataError
 from coati.prompts.stream import SKIP_TOO_LONG, PromptStream
 from coati.prompts.table import PromptTable
 
@@ -66,7 +65,7 @@ def stream_of(table, tokenizer=TOKENIZER, *, seed=0, context_length=None, **opti
 def batches_of(stream, size=2, samples_per_prompt=1):
     """Batches of usable prompts, from the first one on."""
     whole = {"group_size": samples_per_prompt}
-    usable = (number for number in itertools.count() if stream.batch([number], **whole)[0] is not None)
+    usable = (number for number in itertools.count() if stream.batch([number], **whole)[0])
     while True:
         yield stream.batch(list(itertools.islice(usable, size)), **whole)[0]
 
@@ -75,38 +74,40 @@ def first_batch(*arguments, size=2, **options):
     return next(batches_of(stream_of(*arguments, **options), size))
 
 
+def told(sample):
+    return sample.id, sample.group, sample.columns["prompt"]
+
+
+def column(batch, name="prompt"):
+    return [sample.columns[name] for sample in batch]
+
+
+def tokens(batch):
+    return [sample.tokens for sample in batch]
+
+
 def samples_below(position, stream, samples_per_prompt=1):
     """(sample id, group id, prompt) of every sample whose group comes before this position."""
     samples = []
     for batch in batches_of(stream, samples_per_prompt=samples_per_prompt):
-        columns = (batch.sample_ids.tolist(), batch.group_ids.tolist(), batch.columns["prompt"])
-        samples += [sample for sample in zip(*columns, strict=True) if sample[1] < position]
-        if max(batch.group_ids) >= position:
+        samples += [told(sample) for sample in batch if sample.group < position]
+        if max(sample.group for sample in batch) >= position:
             return samples
 
 
-def test_ragged_prompts_are_left_padded_by_hand():
-    table = table_of("a b c", "d", topic=["x", "y"])
-    batch = first_batch(table)
-    assert batch.input_ids.tolist() == [
-        [ID["<bos>"], ID["a"], ID["b"], ID["c"]],
-        [ID["<pad>"], ID["<pad>"], ID["<bos>"], ID["d"]],
-    ]
-    assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
-    assert batch.columns["prompt"] == ["a b c", "d"]
-    assert batch.columns["topic"] == ["x", "y"]
-    assert batch.sample_ids.tolist() == batch.group_ids.tolist() == [0, 1]
-    assert {getattr(batch, key).dtype for key in ("input_ids", "attention_mask", "sample_ids", "group_ids")} == {
-        torch.long
-    }
+def test_samples_have_the_tokens_and_columns_of_their_prompts():
+    batch = first_batch(table_of("a b c", "d", topic=["x", "y"]))
+    assert tokens(batch) == [[ID["<bos>"], ID["a"], ID["b"], ID["c"]], [ID["<bos>"], ID["d"]]]
+    assert [told(sample) for sample in batch] == [(0, 0, "a b c"), (1, 1, "d")]
+    assert column(batch, "topic") == ["x", "y"]
 
 
 def test_samples_of_a_prompt_are_adjacent():
     stream = stream_of(table_of("a", "b", "c"), samples_per_prompt=2)
     batches = list(itertools.islice(batches_of(stream, samples_per_prompt=2), 2))
-    assert [batch.columns["prompt"] for batch in batches] == [["a", "a", "b", "b"], ["c", "c", "a", "a"]]
-    assert [batch.group_ids.tolist() for batch in batches] == [[0, 0, 1, 1], [2, 2, 3, 3]]
-    assert [batch.sample_ids.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [column(batch) for batch in batches] == [["a", "a", "b", "b"], ["c", "c", "a", "a"]]
+    assert [[sample.group for sample in batch] for batch in batches] == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    assert [[sample.id for sample in batch] for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_every_pass_is_a_new_order_of_all_prompts():
@@ -142,8 +143,7 @@ def test_groups_are_the_same_in_whatever_order_they_are_looked_up(
     for start in range(0, len(numbers), 3):
         batch, unusable = stream.batch(numbers[start : start + 3], group_size=group_size)
         skipped |= unusable
-        if batch is not None:
-            found += zip(batch.sample_ids.tolist(), batch.group_ids.tolist(), batch.columns["prompt"], strict=True)
+        found += [told(sample) for sample in batch]
     assert sorted(found) == expected
     assert len(skipped) * group_size + len(found) == size * epochs * samples_per_prompt
     assert stream.skipped.total() * samples_per_prompt == len(skipped) * group_size
@@ -156,7 +156,7 @@ def test_unusable_prompts_are_counted_by_reason_and_keep_their_ids(caplog):
     stream = stream_of(table, tokenizer, context_length=4, max_tokens=3)
     with caplog.at_level(logging.WARNING):
         batches = list(itertools.islice(batches_of(stream), 3))
-    assert [group for batch in batches for group in batch.group_ids.tolist()] == [0, 2, 4, 5, 7, 9]
+    assert [group for batch in batches for group in [sample.group for sample in batch]] == [0, 2, 4, 5, 7, 9]
     assert stream.skipped == {"longer than prompts.max_tokens": 2, "without tokens": 2}
     skips = [record.getMessage() for record in caplog.records if "Skipping" in record.getMessage()]
     assert len(skips) == 2  # once per reason, not once per prompt
@@ -182,7 +182,7 @@ def recording_tokenizer(tokenized):
 def test_a_prompt_of_megabytes_is_skipped_without_tokenizing_it():
     table, tokenized = table_of("a " * 25_000_000, "b"), []
     stream = stream_of(table, recording_tokenizer(tokenized), context_length=16, prompts_per_batch=1)
-    assert next(batches_of(stream, 1)).columns["prompt"] == ["b"]
+    assert column(next(batches_of(stream, 1))) == ["b"]
     assert stream.skipped == {"without room for a response": 1}
     assert tokenized == ["b"]
 
@@ -200,9 +200,9 @@ def test_a_small_table_is_tokenized_once_and_a_large_one_on_demand(size, expecte
 def test_a_prompt_needs_room_for_one_new_token():
     table = table_of("a b", "a b c")  # 3 and 4 tokens with <bos>
     stream = stream_of(table, context_length=4)
-    assert next(batches_of(stream)).columns["prompt"] == ["a b", "a b"]
+    assert column(next(batches_of(stream))) == ["a b", "a b"]
     assert stream.skipped == {"without room for a response": 1}
-    assert first_batch(table, context_length=5).columns["prompt"] == ["a b", "a b c"]
+    assert column(first_batch(table, context_length=5)) == ["a b", "a b c"]
 
 
 def test_responses_that_the_context_will_cut_short_are_announced_once(caplog):
@@ -222,8 +222,8 @@ def test_a_table_without_a_usable_prompt_is_an_error():
 def test_an_end_token_that_a_tokenizer_puts_before_a_text_takes_nothing_from_its_end():
     tokenizer = make_tokenizer()
     tokenizer.eos_token = tokenizer.bos_token  # as in OPT
-    ids = first_batch(table_of("a b c"), tokenizer).input_ids
-    assert ids[0].tolist() == [ID["<bos>"], ID["a"], ID["b"], ID["c"]]
+    batch = first_batch(table_of("a b c"), tokenizer)
+    assert tokens(batch)[0] == [ID["<bos>"], ID["a"], ID["b"], ID["c"]]
 
 
 def test_chat_messages_go_through_the_template():
@@ -231,11 +231,11 @@ def test_chat_messages_go_through_the_template():
     tokenizer.chat_template = TEMPLATE
     chat = [{"role": "user", "content": "a b"}]
     batch = first_batch(table_of(chat, "c"), tokenizer)
-    assert batch.columns["prompt"] == ["<user> a b <eos> <bot>", "c"]
+    assert column(batch) == ["<user> a b <eos> <bot>", "c"]
     # The template wrote its own special tokens, so no <bos> is added; the <eos> inside the chat stays.
-    assert batch.input_ids.tolist() == [
+    assert tokens(batch) == [
         [ID["<user>"], ID["a"], ID["b"], ID["<eos>"], ID["<bot>"]],
-        [ID["<pad>"]] * 3 + [ID["<bos>"], ID["c"]],
+        [ID["<bos>"], ID["c"]],
     ]
 
 
@@ -255,8 +255,8 @@ def test_a_chat_that_ends_with_the_assistant_is_continued():
     tokenizer.chat_template = TEMPLATE
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
     batch = first_batch(table_of(chat), tokenizer)
-    assert batch.columns["prompt"][0] == "<user> a <eos> <assistant> b c"
-    assert batch.input_ids[0].tolist()[-2:] == [ID["b"], ID["c"]]
+    assert column(batch)[0] == "<user> a <eos> <assistant> b c"
+    assert tokens(batch)[0][-2:] == [ID["b"], ID["c"]]
 
 
 def test_text_that_the_tokenizer_refuses_is_named():
@@ -274,18 +274,10 @@ def test_an_end_token_added_by_the_tokenizer_is_dropped():
     tokenizer = make_tokenizer(adds_eos=True)
     assert tokenizer("a").input_ids == [ID["<bos>"], ID["a"], ID["<eos>"]]
     batch = first_batch(table_of("a", "b <eos>"), tokenizer)
-    assert batch.input_ids.tolist() == [
-        [ID["<pad>"], ID["<bos>"], ID["a"]],
+    assert tokens(batch) == [
+        [ID["<bos>"], ID["a"]],
         [ID["<bos>"], ID["b"], ID["<eos>"]],  # the text says so itself
     ]
-
-
-def test_padding_falls_back_to_eos():
-    batch = first_batch(table_of("a", "a b"), make_tokenizer(pad_token=None))
-    assert batch.input_ids[0, 0] == ID["<eos>"]
-    assert batch.attention_mask[0].tolist() == [0, 1, 1]
-    with pytest.raises(ConfigError, match=r"model\.tokenizer"):
-        stream_of(table_of("a"), make_tokenizer(pad_token=None, eos_token=None))
 
 
 @pytest.mark.parametrize("name", ["input_ids", "sample_ids", "completions"])
@@ -296,9 +288,9 @@ def test_a_column_that_collides_is_named(name):
 
 def test_the_prompt_column_may_have_another_name():
     batch = first_batch(PromptTable(rows=[{"question": "a", "answer": 1}], column="question"))
-    assert batch.columns["prompt"] == ["a", "a"]
-    assert batch.columns["answer"] == [1, 1]
-    assert "question" not in batch.columns
+    assert column(batch) == ["a", "a"]
+    assert column(batch, "answer") == [1, 1]
+    assert "question" not in batch[0].columns
     both = PromptTable(rows=[{"question": "a", "prompt": "b"}], column="question")
     with pytest.raises(DataError, match="'prompt'"):
         stream_of(both)
@@ -307,14 +299,14 @@ def test_the_prompt_column_may_have_another_name():
 def test_a_row_that_lacks_a_column_has_none_there():
     table = PromptTable(rows=[{"prompt": "a", "answer": 1}, {"prompt": "b"}])
     batch = first_batch(table)
-    assert batch.columns["answer"] == [1, None]
+    assert column(batch, "answer") == [1, None]
 
 
 def test_an_end_token_that_a_prompt_spells_out_stays_with_a_vocabulary_without_the_letter_a():
     backend = Tokenizer(models.WordLevel(vocab={"<eos>": 0, "w1": 1}))  # every other word becomes nothing
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
-    assert first_batch(table_of("w1 <eos>"), tokenizer).input_ids[0].tolist() == [1, 0]
+    assert tokens(first_batch(table_of("w1 <eos>"), tokenizer))[0] == [1, 0]
 
 
 def test_a_curriculum_orders_every_pass_and_shuffles_what_is_equally_hard():
@@ -323,7 +315,7 @@ def test_a_curriculum_orders_every_pass_and_shuffles_what_is_equally_hard():
 
     def passes(**options):
         stream = stream_of(table, shuffle=True, **options)
-        return [batch.columns["n"] for batch in itertools.islice(batches_of(stream, 10), 3)]
+        return [column(batch, "n") for batch in itertools.islice(batches_of(stream, 10), 3)]
 
     rising, falling = passes(curriculum="level", seed=1), passes(curriculum="-level", seed=1)
     for orders, expected in ((rising, sorted(levels)), (falling, sorted(levels, reverse=True))):
@@ -332,7 +324,7 @@ def test_a_curriculum_orders_every_pass_and_shuffles_what_is_equally_hard():
         assert len(set(map(tuple, orders))) == 3
     assert passes(curriculum="level", seed=1) == rising
     assert passes(curriculum="level", seed=2) != rising
-    assert first_batch(table, size=10, curriculum="level").columns["n"] == [2, 5, 7, 1, 8, 0, 3, 4, 6, 9]
+    assert column(first_batch(table, size=10, curriculum="level"), "n") == [2, 5, 7, 1, 8, 0, 3, 4, 6, 9]
 
 
 @pytest.mark.parametrize("level", ["hard", None, True, float("nan")])

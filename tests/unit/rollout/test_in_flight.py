@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.models import Actor, Critic, RewardModel
-from coati.prompts.batch import PromptBatch
+from coati.prompts.batch import parse_prompts
 from coati.rollout import GenerateOptions, ReferenceEngine
 from coati.rollout import generate as generate_with
 from coati.weights.served import ServedModels, VerifiedUpdate
@@ -107,7 +107,7 @@ def pipeline(actors):
     return build
 
 
-BATCH = PromptBatch(PROMPTS, torch.ones_like(PROMPTS))
+BATCH = parse_prompts(PROMPTS)
 
 
 def test_in_flight_an_update_that_comes_during_a_generation_is_taken_by_the_next_token(pipeline):

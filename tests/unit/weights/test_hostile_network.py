@@ -25,7 +25,7 @@ from coati.errors import WeightUpdateError
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.models import action_logprobs, action_values
-from coati.prompts.batch import PromptBatch
+from coati.prompts.batch import parse_prompts
 from coati.weights.message import WeightMessage
 
 NUM_PROMPT_TOKENS = 3
@@ -300,7 +300,7 @@ class BusyMaker(Maker):
     def _work(self):
         while not self._stop.is_set():
             prompts = torch.randint(2, tiny.VOCAB, (4, NUM_PROMPT_TOKENS), generator=self._generator)
-            experience = self._pipeline.finish(self._pipeline.begin(PromptBatch.parse(prompts)))
+            experience = self._pipeline.finish(self._pipeline.begin(parse_prompts(prompts)))
             with self._made:
                 self.items.append(split_experience_batch(experience))
                 self._made.notify_all()
