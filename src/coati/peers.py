@@ -87,6 +87,31 @@ class Peers(ABC):
         assert peer is not None
         return peer
 
+    def ask(
+        self, name: str, method: str, *args: Any, what: str, seconds: float, should_stop: Callable[[], bool]
+    ) -> Any:
+        """Call a method, again if the connection breaks, and return its answer; None if the peer is gone.
+
+        Raises what the method raised, and DeadlineExceeded, which says `what` was asked for.
+        """
+        until = time.monotonic() + seconds
+        while (peer := self.find_now(name)) is not None:
+            try:
+                return peer.call(method, *args).result(max(0.0, until - time.monotonic()))
+            except PeerUnavailable:
+                if should_stop():
+                    break
+                time.sleep(_POLL_SECONDS)
+            except PeerDied:
+                self.forget(name)  # its successor may take its name
+                break
+            except TimeoutError:
+                raise DeadlineExceeded(f"waited {seconds:g} s for {name} to answer {what}.") from None
+            except RemoteError as error:
+                error.cause.add_note(f"raised in {name}, which was asked for {what}")
+                raise error.cause from None
+        return None
+
     def forget(self, name: str) -> None:
         """Look the name up again next time: another peer may take it."""
         self._known.pop(name, None)

@@ -76,7 +76,7 @@ class Writer(ExperienceMaker):
 class StreamingWriter(Writer):
     """Writes a token at a time, of responses of all lengths, and begins samples beside others."""
 
-    is_stream, room = True, 100
+    room = 100
 
     def __init__(self, *settings):
         super().__init__(*settings)

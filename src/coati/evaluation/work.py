@@ -10,20 +10,18 @@ from typing import Any, Self
 from coati import build, faults
 from coati.config import RunSettings
 from coati.config.plan import read_json
-from coati.errors import CheckpointError, PeerDied
+from coati.errors import CheckpointError
 from coati.evaluation.evaluator import Evaluator
 from coati.evaluation.schedule import EvalJob
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.monitor.metrics import append_jsonl
-from coati.peers import Peers, answer
+from coati.peers import Peers
 from coati.rewards import RewardScorer
 from coati.rollout import make_engine
 from coati.trainer.strategies import Strategy
 from coati.weights.served import ServedModels
 
 logger = logging.getLogger(__name__)
-
-_ATTEMPTS = 3
 
 
 class EvaluationWork:
@@ -105,13 +103,6 @@ class EvaluationWork:
         return True
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """Ask the trainer, again if the connection broke; None if it is gone."""
-        what, seconds = f"an answer to {method}", self._config.deadlines.update_seconds
-        for _ in range(_ATTEMPTS):
-            if (peer := self._peers.find_now(self._trainer)) is None:
-                break
-            try:
-                return answer(peer.call(method, *args), what, seconds=seconds, who=self._trainer)
-            except PeerDied:
-                self._peers.forget(self._trainer)  # its successor may take its name
-        return None
+        """The trainer's answer; None if it is gone."""
+        what, seconds = f"{method} of maker {self._maker}", self._config.deadlines.update_seconds
+        return self._peers.ask(self._trainer, method, *args, what=what, seconds=seconds, should_stop=self._should_stop)

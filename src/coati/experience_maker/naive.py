@@ -1,7 +1,7 @@
-"""The reference maker: generate, score, penalise by KL, estimate advantages.
+"""The maker of a run: generate, score, penalise by KL, estimate advantages.
 
 submit ──► write, write … ──► score ──► finish
-prompts    the engine's       complete  rewards have come:
+samples    the engine's       complete  rewards have come:
            next tokens        groups    advantages
 """
 
@@ -56,8 +56,6 @@ class NaiveExperienceMaker(ExperienceMaker):
     take None for it, those without a KL penalty None for the initial model; the KL is then 0.
     """
 
-    is_stream = True
-
     def __init__(
         self,
         actor: nn.Module,
@@ -89,11 +87,10 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.seed = seed
         self.engine = make_engine(engine, actor) if isinstance(engine, str | RolloutSettings) else engine
         """What writes the responses."""
-        self.num_writing = 0  # samples of groups that are not complete
-        self.num_written = 0  # samples of complete groups that are not scored
         self.timeline = Timeline()
         self._samples: dict[int, Sample] = {}  # by id, in the order in which they were submitted
         self._units: dict[int, list[int]] = {}  # ids of the samples that are scored together
+        self._written: set[int] = set()  # units that are complete
         self._num_without_signal = 0  # not yet reported
         self._gap_watch = GapWatch()
         self._next_sample_id = 0
@@ -132,6 +129,16 @@ class NaiveExperienceMaker(ExperienceMaker):
         return batch.experience
 
     @property
+    def num_written(self) -> int:
+        """Samples of complete units, which wait to be scored."""
+        return sum(len(self._units[unit]) for unit in self._written)
+
+    @property
+    def num_writing(self) -> int:
+        """Samples of units that are not complete."""
+        return len(self._samples) - self.num_written
+
+    @property
     def room(self) -> int:
         """How many samples the engine can begin now."""
         return self.engine.room
@@ -148,8 +155,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         for sample in samples:
             self._samples[sample.id] = sample
             self._units.setdefault(sample.unit, []).append(sample.id)
-        for unit in {sample.unit for sample in samples}:
-            self._count(unit, 1)
+        self._written |= {sample.unit for sample in samples if self._is_written(sample.unit)}
         if short := [len(sample.tokens) for sample in samples if sample.limit < 1]:
             logger.warning(
                 "%d of %d prompts leave no room for a response (longest %d tokens; context %s, max_length %s); dropped",
@@ -176,9 +182,9 @@ class NaiveExperienceMaker(ExperienceMaker):
         with self._generating():
             self.engine.commit(self.policy_version)
             for sample in self.engine.advance():
-                self._count(sample.unit, -1)
                 self._samples[sample.id] = sample
-                self._count(sample.unit, 1)
+                if self._is_written(sample.unit):
+                    self._written.add(sample.unit)
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[None]:
@@ -195,29 +201,19 @@ class NaiveExperienceMaker(ExperienceMaker):
         samples = (self._samples[one] for one in self._units[unit])
         return all(len(sample.response) or sample.limit < 1 for sample in samples)
 
-    def _count(self, unit: int, sign: int) -> None:
-        """Add the samples of a unit to what is written or being written, or take them away."""
-        if self._is_written(unit):
-            self.num_written += sign * len(self._units[unit])
-        else:
-            self.num_writing += sign * len(self._units[unit])
-
     def _forget(self, unit: int) -> None:
-        self._count(unit, -1)
-        ids = self._units.pop(unit)
-        self.engine.cancel(ids)
-        for one in ids:
-            self._samples.pop(one, None)  # two of one id are refused
+        if unit not in self._written:
+            self.engine.cancel(self._units[unit])
+        self._written.discard(unit)
+        for one in self._units.pop(unit):
+            self._samples.pop(one, None)  # an engine refuses two of one id
 
     @torch.no_grad()
     def score(self) -> MakerBatch:
         """Score all complete units in one pass; reward functions are started and may still run."""
-        done = {unit for unit in self._units if self._is_written(unit)}
-        batch = MakerBatch([sample for sample in self._samples.values() if sample.unit in done])
-        for unit in done:
-            self._count(unit, -1)
-            for one in self._units.pop(unit):
-                del self._samples[one]
+        batch = MakerBatch([sample for sample in self._samples.values() if sample.unit in self._written])
+        for unit in list(self._written):
+            self._forget(unit)
         written = [sample for sample in batch.samples if sample.limit > 0]
         for sample in batch.samples:
             sample.lost = "" if sample.limit > 0 else "no room for a response"

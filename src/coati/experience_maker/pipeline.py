@@ -3,8 +3,7 @@
 import contextlib
 import inspect
 import logging
-import sys
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -63,13 +62,15 @@ class ExperiencePipeline:
         between two tokens, else when nothing is in work."""
         self.timeline = maker.timeline = served.timeline = timeline or Timeline()
         self.maker = maker
-        self.stream = stream_of(maker)  # the maker, or what has it make whole batches
+        self.writer: NaiveExperienceMaker | None = maker if _can_stream(maker) else None
+        """The maker, if it begins samples while others are being written; else it makes whole batches."""
         self.served = served
         self.num_made = 0
         self.num_dropped = 0
         self.num_quarantined = 0
         self._generate_kwargs = dict(generate_kwargs or {})
         self._next_sample_id = first_sample_id
+        self._whole: list[Sample] = []  # the batch that a maker without a stream is to make
         self._in_flight = in_flight
         self._use = contextlib.ExitStack()
         self._is_using = False  # whether the models must not change
@@ -84,7 +85,7 @@ class ExperiencePipeline:
     @property
     def num_in_work(self) -> int:
         """Samples that were submitted and have not come out of `advance`."""
-        return self.stream.num_writing + self.stream.num_written
+        return len(self._whole) if self.writer is None else self.writer.num_writing + self.writer.num_written
 
     @property
     def takes_more(self) -> bool:
@@ -96,9 +97,12 @@ class ExperiencePipeline:
         if samples[0].id == UNKNOWN_ID:
             samples = numbered(samples, self._next_sample_id)
             self._next_sample_id += len(samples)
-        # An engine may move weights to other memory; no update may come in the middle.
-        with contextlib.nullcontext() if self._is_using else self.served.use():
-            self.stream.submit(samples, **self._generate_kwargs)
+        if self.writer is None:
+            assert not self._whole
+            self._whole = samples
+        else:  # an engine may move weights to other memory; no update may come in the middle
+            with contextlib.nullcontext() if self._is_using else self.served.use():
+                self.writer.submit(samples, **self._generate_kwargs)
         self._most_in_work = max(self._most_in_work, self.num_in_work)
 
     def advance(self, *, in_batches: bool = False) -> MakerBatch | None:
@@ -106,22 +110,27 @@ class ExperiencePipeline:
 
         With `in_flight` the models take new weights when no complete group waits, else when nothing is in work.
         """
-        maker, stream = self.maker, self.stream
+        maker, writer = self.maker, self.writer
         try:
             if not self._is_using:
                 maker.policy_version = self._use.enter_context(self.served.use())
                 self._is_using = True
-            elif self._in_flight and not stream.num_written:
+            elif self._in_flight and writer is not None and not writer.num_written:
                 maker.policy_version = self.served.commit_point()
             faults.reach("maker.generating")
             batch = None
             with device_errors_explained(f"making {self.num_in_work} samples", LESS_TO_MAKE):
-                if stream.num_writing:
-                    stream.write()
-                if stream.num_written and self._is_due(in_batches=in_batches):
-                    batch, self._num_late = stream.score(), 0
-                    self._last_scored = batch
-                    batch.version, batch.incarnation = maker.policy_version, self.served.incarnation
+                if writer is None:
+                    samples, self._whole = self._whole, []
+                    batch = make_whole_batch(maker, samples, self._generate_kwargs)
+                else:
+                    if writer.num_writing:
+                        writer.write()
+                    if writer.num_written and self._is_due(writer, in_batches=in_batches):
+                        batch, self._num_late = writer.score(), 0
+                        self._last_scored = batch
+            if batch is not None:
+                batch.version, batch.incarnation = maker.policy_version, self.served.incarnation
         except BaseException:
             self._release()
             raise
@@ -129,9 +138,9 @@ class ExperiencePipeline:
             self._release()
         return batch
 
-    def _is_due(self, *, in_batches: bool) -> bool:
+    def _is_due(self, writer: NaiveExperienceMaker, *, in_batches: bool) -> bool:
         """Whether what is written is scored now."""
-        num_writing, num_written = self.stream.num_writing, self.stream.num_written
+        num_writing, num_written = writer.num_writing, writer.num_written
         if in_batches or not num_writing:
             return not num_writing
         self._num_late += 1
@@ -155,8 +164,8 @@ class ExperiencePipeline:
     def finish(self, batch: MakerBatch) -> Experience | None:
         """Complete a batch, the oldest first; waits for its rewards and needs no model. None if all was dropped."""
         try:
-            if batch.dropped is None:
-                self.stream.finish(batch)
+            if batch.dropped is None and self.writer is not None:
+                self.writer.finish(batch)
         except AllSamplesDropped as error:
             batch.dropped = error
         if batch.dropped is not None:
@@ -227,67 +236,33 @@ class ExperiencePipeline:
         }
 
 
-class WholeBatches:
-    """Has a maker make each batch at once, when it is scored; nothing is written before."""
-
-    is_stream = False
-    num_writing = 0
-    room = sys.maxsize
-
-    def __init__(self, maker: ExperienceMaker) -> None:
-        self._maker = maker
-        self._waiting: tuple[list[Sample], dict[str, Any]] | None = None
-
-    @property
-    def num_written(self) -> int:
-        """Samples of the batch that was submitted."""
-        return 0 if self._waiting is None else len(self._waiting[0])
-
-    def submit(self, samples: list[Sample], **generate_kwargs: Any) -> None:
-        """Take a batch in."""
-        assert self._waiting is None
-        self._waiting = samples, generate_kwargs
-
-    def write(self) -> None:
-        """Do nothing."""
-
-    @torch.no_grad()
-    def score(self) -> MakerBatch:
-        """Make the batch; fills in versions, and ids if there is one sample for each prompt."""
-        assert self._waiting is not None
-        (samples, generate_kwargs), self._waiting = self._waiting, None
-        ids = {"sample_ids": torch.tensor([sample.id for sample in samples]), "group_ids": group_ids_of(samples)}
-        known: dict[str, Any] = {**ids, "columns": columns_of(samples)}
-        declared = _declared_keywords(type(self._maker))
-        known = {name: value for name, value in known.items() if name in declared}
-        pad_token = GenerateOptions.parse(**generate_kwargs).pad_token(unwrap(self._maker.actor))
-        input_ids, attention_mask = pad_prompts(samples, pad_token=pad_token)
-        try:
-            experience = self._maker.make_experience(input_ids, attention_mask, **known, **generate_kwargs)
-        except AllSamplesDropped as error:
-            return MakerBatch(samples, dropped=error)
-        if experience.num_samples == len(samples):
-            for name, value in ids.items():
-                if getattr(experience, name) is None:
-                    setattr(experience, name, value)
-        if experience.policy_versions is None:
-            version = self._maker.policy_version
-            experience.policy_versions = torch.full_like(experience.action_log_probs, version, dtype=torch.long)
-        return MakerBatch(samples, experience)
-
-    def finish(self, batch: MakerBatch) -> None:
-        """Do nothing: `make_experience` has done all."""
+@torch.no_grad()
+def make_whole_batch(maker: ExperienceMaker, samples: list[Sample], generate_kwargs: dict[str, Any]) -> MakerBatch:
+    """Have a maker make a batch at once; fills in versions, and ids if there is one sample for each prompt."""
+    ids = {"sample_ids": torch.tensor([sample.id for sample in samples]), "group_ids": group_ids_of(samples)}
+    known: dict[str, Any] = {**ids, "columns": columns_of(samples)}
+    declared = _declared_keywords(type(maker))
+    known = {name: value for name, value in known.items() if name in declared}
+    pad_token = GenerateOptions.parse(**generate_kwargs).pad_token(unwrap(maker.actor))
+    input_ids, attention_mask = pad_prompts(samples, pad_token=pad_token)
+    try:
+        experience = maker.make_experience(input_ids, attention_mask, **known, **generate_kwargs)
+    except AllSamplesDropped as error:
+        return MakerBatch(samples, dropped=error)
+    if experience.num_samples == len(samples):
+        for name, value in ids.items():
+            if getattr(experience, name) is None:
+                setattr(experience, name, value)
+    if experience.policy_versions is None:
+        log_probs = experience.action_log_probs
+        experience.policy_versions = torch.full_like(log_probs, maker.policy_version, dtype=torch.long)
+    return MakerBatch(samples, experience)
 
 
-def stream_of(maker: ExperienceMaker) -> NaiveExperienceMaker | WholeBatches:
-    """The maker itself if it can begin samples while others are being written: if its class, or the nearest above it,
-    has `submit`, and not only a `make_experience` of its own."""
-    for owner in type(maker).__mro__:
-        if "submit" in vars(owner):
-            return maker  # type: ignore[return-value]
-        if "make_experience" in vars(owner):
-            break
-    return WholeBatches(maker)
+def _can_stream(maker: ExperienceMaker) -> TypeGuard[NaiveExperienceMaker]:
+    """Whether its class, or the nearest above it, has `submit`, and not only a `make_experience` of its own."""
+    first = next(vars(owner) for owner in type(maker).__mro__ if {"submit", "make_experience"} & vars(owner).keys())
+    return "submit" in first
 
 
 def _declared_keywords(maker_class: type) -> set[str]:

@@ -68,8 +68,8 @@ class WorkLoop:
         self._samples_kept = samples_kept
         self._offload_to_cpu = offload_to_cpu
         self._timeline = pipeline.timeline
-        # Whether samples are begun while others are being written.
-        self._is_stream = source.capacity > 0 and pipeline.stream.is_stream
+        # The maker, where samples are begun while others are being written.
+        self._writer = pipeline.writer if source.capacity > 0 else None
         self._pending: deque[MakerBatch] = deque()  # scored, the oldest first
         self._has_started = False  # whether the hooks of a batch have been called
         self._drawn: Future[Any] | None = None  # the next work
@@ -134,9 +134,9 @@ class WorkLoop:
         """Samples that there is room for; None if there is too little to ask for more work."""
         source, pipeline = self._source, self._pipeline
         num_in_work, num_pending = pipeline.num_in_work, sum(len(batch.samples) for batch in self._pending)
-        if not self._is_stream:
+        if self._writer is None:
             return source.capacity if not num_in_work and len(self._pending) < 2 else None
-        room = min(source.capacity - num_in_work, pipeline.stream.room)
+        room = min(source.capacity - num_in_work, self._writer.room)
         is_enough = room >= max(source.least, _ASKED_SHARE * (num_in_work + room)) or not num_in_work
         return room if is_enough and num_pending <= source.capacity and pipeline.takes_more else None
 
@@ -186,7 +186,7 @@ class WorkLoop:
 
     def _advance(self) -> None:
         """Write on, and deliver what is ready if nothing has to be waited for: the models are in use."""
-        if (batch := self._pipeline.advance(in_batches=not self._is_stream)) is not None:
+        if (batch := self._pipeline.advance(in_batches=self._writer is None)) is not None:
             self._pending.append(batch)
         self._sender.collect()
         while self._pending and self._pending[0].is_ready and self._sender.has_room():

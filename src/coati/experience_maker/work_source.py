@@ -4,11 +4,10 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any, Protocol
 
 from coati.config import Deadlines
-from coati.errors import DataError, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
+from coati.errors import DataError
 from coati.experience import BufferItem, Sample
 from coati.experience_maker.base import MakerBatch
 from coati.ledger.rules import Ending, Lease, LeaseRequest, LedgerRules
@@ -182,53 +181,38 @@ class LeasedPrompts(WorkSource):
         self._endings[self._trainers[lease.number % len(self._trainers)]].append(Ending(lease, reason, fate))
 
     def _request(self, wanted: int) -> list[Lease]:
-        """Ask each trainer, all at once, for so many samples; returns the leases that were granted."""
+        """Ask each trainer for so many samples; returns the leases that were granted."""
         trainer_incarnation = self._served.incarnation  # before the version, which must not be from before them
         version = self._served.version
         self._num_requests += 1
-        calls: dict[str, tuple[LeaseRequest, Future[Any]]] = {}
+        granted: list[Lease] = []
         for name in self._trainers:
-            if (peer := self._peers.find_now(name)) is not None:
-                request = LeaseRequest(
-                    self._maker,
-                    self._num_requests,
-                    version,
-                    wanted,
-                    endings=tuple(self._endings[name]),
-                    incarnation=self._incarnation,
-                    trainer_incarnation=trainer_incarnation,
-                )
-                calls[name] = request, peer.call("lease", request)
-        return [lease for name, (request, call) in calls.items() for lease in self._answer(name, request, call)]
+            request = LeaseRequest(
+                self._maker,
+                self._num_requests,
+                version,
+                wanted,
+                endings=tuple(self._endings[name]),
+                incarnation=self._incarnation,
+                trainer_incarnation=trainer_incarnation,
+            )
+            leases = self._peers.ask(
+                name,
+                "lease",
+                request,
+                what=f"leases of maker {self._maker} (deadlines.update_seconds)",
+                seconds=self._deadlines.update_seconds,
+                should_stop=self._should_stop,
+            )
+            if leases is not None:
+                self.last_answer = time.monotonic()
+                del self._endings[name][: len(request.endings)]
+                granted += [Lease(*lease) for lease in leases]
+        return granted
 
     def _wait(self, seconds: float) -> None:
         """Wait until new weights serve, or for so many seconds."""
         self._served.wait_for_version(self._served.version + 1, deadline_seconds=seconds)
-
-    def _answer(self, name: str, request: LeaseRequest, call: "Future[Any]") -> list[Lease]:
-        """The trainer's answer; the same request is repeated if it was lost, and nothing comes of a dead trainer."""
-        while True:
-            try:
-                leases: list[Lease] = call.result(self._deadlines.update_seconds)
-                self.last_answer = time.monotonic()
-                del self._endings[name][: len(request.endings)]
-                return [Lease(*lease) for lease in leases]
-            except PeerUnavailable:
-                if self._should_stop() or (peer := self._peers.find_now(name)) is None:
-                    return []
-                self._wait(_POLL_SECONDS)
-                call = peer.call("lease", request)
-            except PeerDied:
-                self._peers.forget(name)  # its successor may take its name
-                return []
-            except TimeoutError:
-                raise DeadlineExceeded(
-                    f"maker {self._maker} waited {self._deadlines.update_seconds:g} s (deadlines.update_seconds) for "
-                    f"trainer {name} to answer a request for leases."
-                ) from None
-            except RemoteError as error:
-                error.cause.add_note(f"raised in trainer {name}, which maker {self._maker} asked for leases")
-                raise error.cause from None
 
 
 def _why_it_ends(samples: list[Sample], batch: MakerBatch) -> tuple[str, str]:
