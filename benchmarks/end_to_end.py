@@ -12,20 +12,19 @@ nothing is written beside it, so it is quicker.
 
     coati-grpo    detached: a maker and a trainer, data at most one version old; KL against the reference in the loss
     coati-ppo     the same with a critic, which TRL's GRPO does not have; on a GPU the score comes from a reward model
-    coati-ahead   coati-ppo that writes two batches at a time, with data up to four versions old (GPU only)
     coati-vllm    coati-ppo whose maker generates with vLLM (vLLM must be installed; GPU only)
     trl-vllm      TRL's GRPOTrainer with vLLM in its process, log-probs returned (TRL and vLLM must be; GPU only)
     trl-grpo      TRL's GRPOTrainer with transformers' generate and the same KL term (TRL must be installed)
     trl-tuned     the same after `coati.devices.set_up_cpu`, which helps every torch program on some CPUs (CPU only)
-    trl-compiled  the same as trl-grpo with its `torch_compile`, as coati has `train.compile` there (GPU only)
-    trl-ahead     trl-grpo that writes two batches at a time and trains on them one after the other (GPU only)
 
 On a GPU hardly any response ends early (the weights are random), unless `--mean-length` makes so many tokens end one
 that lengths are geometric: the same for all, in the model's generation config. coati runs with
-`train.compile = true` (its warm-up steps include compiling), and the peak memory is what nvidia-smi shows.
+`train.compile = true` (its warm-up steps include compiling), and the peak memory is what nvidia-smi shows. vLLM gets as
+much memory for its cache as the batch needs. With `--lora-rank` coati trains adapters, with a reward function.
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -38,16 +37,13 @@ import threading
 import time
 from pathlib import Path
 
-from checked import below_one, check_device, one_or_more
+from checked import below_one, check_device, one_or_more, zero_or_more
+from rollout_vllm import TURN, cache_bytes, vllm_environment, wait_for_turn
 
-ONLY_ON = {
-    "trl-tuned": "cpu",
-    **dict.fromkeys(("coati-ahead", "coati-vllm", "trl-vllm", "trl-compiled", "trl-ahead"), "cuda"),
-}
+ONLY_ON = {"trl-tuned": "cpu", "coati-vllm": "cuda", "trl-vllm": "cuda"}
 COMPETITORS = ("coati-grpo", "coati-ppo", "trl-grpo", *ONLY_ON)
-SHAPES = ["0.5b", "1.5b"]
+SHAPES = ["demo", "0.5b", "1.5b", "7b", "tiny"]
 FIRST_END = 2  # 0 is padding, 1 the tokenizer's end
-VLLM_SHARE = 0.3  # of the GPU's memory; TRL's default
 SAMPLES_PER_PROMPT = 8
 KL_COEF = 0.05
 RESULT = "end_to_end result: "
@@ -65,8 +61,10 @@ def main() -> None:
     parser.add_argument("--trl-warmup", type=one_or_more, help="default: as many as the others")
     parser.add_argument("--batch", type=one_or_more, default=64)
     parser.add_argument("--trl-micro-batch", type=one_or_more, help="samples in a pass of TRL's; default: the batch")
-    parser.add_argument("--shape", choices=SHAPES, default="0.5b", help="of the model on a GPU, as Qwen2.5 has it")
-    parser.add_argument("--prompt-tokens", type=one_or_more, default=128, help="on a GPU")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="of the model, as Qwen2.5 has it; default: the demo's model, on a GPU 0.5b"
+    )
+    parser.add_argument("--prompt-tokens", type=one_or_more, default=128, help="not with the demo's model")
     parser.add_argument("--new-tokens", type=one_or_more, help="the longest response; default: 256, on a CPU 16")
     parser.add_argument(
         "--mean-length", type=one_or_more, help="of responses without that limit; default: all reach it"
@@ -75,6 +73,7 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=one_or_more, default=2, help="of TRL on a CPU; coati's two actors have one each"
     )
+    parser.add_argument("--places", type=one_or_more, default=2, help="batches that coati's maker writes at a time")
     parser.add_argument("--trainer-share", type=below_one, default=0.5, help="of a GPU, for coati's trainer")
     parser.add_argument(
         "--mixed-precision",
@@ -82,6 +81,7 @@ def main() -> None:
         default="false",
         help="float32 weights on a GPU, of all competitors",
     )
+    parser.add_argument("--lora-rank", type=zero_or_more, default=0, help="of coati's adapters; 0: all weights")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one run of one competitor")
     parser.add_argument("--vllm-site", type=Path, help="folder with vLLM, if it is not in this environment")
     parser.add_argument("--json", type=Path)
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     is_gpu = arguments.device == "cuda"
+    arguments.shape = arguments.shape or ("0.5b" if is_gpu else "demo")
     arguments.steps = arguments.steps or (15 if is_gpu else 120)
     arguments.warmup = (5 if is_gpu else 40) if arguments.warmup is None else arguments.warmup
     arguments.new_tokens = arguments.new_tokens or (256 if is_gpu else 16)
@@ -98,6 +99,9 @@ def main() -> None:
         parser.error("--warmup must be 1 or more and below --steps, and so must --trl-warmup and --trl-steps")
     if arguments.only:
         run_one(arguments)
+        return
+    if arguments.folder:
+        prepare(arguments.folder, arguments)
         return
     names = competitors(arguments, parser)
     with tempfile.TemporaryDirectory(prefix="coati-end-to-end-") as folder:
@@ -158,8 +162,8 @@ def report(results: dict[str, list[dict[str, float]]], arguments: argparse.Names
 def measured(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """One run of one competitor, in a process of its own."""
     command = [sys.executable, __file__, "--only", name, "--folder", str(folder), "--device", arguments.device]
-    passed_on = ("batch", "threads", "trainer_share", "mixed_precision", "prompt_tokens", "new_tokens")
-    options = {option: getattr(arguments, option) for option in passed_on}
+    passed_on = ("batch", "threads", "trainer_share", "mixed_precision", "shape", "prompt_tokens", "new_tokens")
+    options = {option: getattr(arguments, option) for option in (*passed_on, "lora_rank", "places")}
     if arguments.trl_micro_batch:
         options["trl_micro_batch"] = arguments.trl_micro_batch
     is_trl = name.startswith("trl")
@@ -167,11 +171,7 @@ def measured(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str
     options["warmup"] = arguments.trl_warmup if is_trl else arguments.warmup
     for option, value in options.items():
         command += [f"--{option.replace('_', '-')}", str(value)]
-    environment = None
-    if "vllm" in name:
-        from rollout_peers import vllm_environment
-
-        environment = vllm_environment(arguments.vllm_site)
+    environment = vllm_environment(arguments.vllm_site) if "vllm" in name else None
     log = folder / f"{name}.log"
     with PeakMemory(is_gpu=arguments.device == "cuda") as memory, log.open("w") as sink:
         done = subprocess.run(
@@ -214,8 +214,8 @@ class PeakMemory:
 
 
 def prepare(folder: Path, arguments: argparse.Namespace) -> None:
-    """Model, prompts and, on a GPU, a reward model."""
-    if arguments.device == "cuda":
+    """Model, prompts and, unless the model is the demo's, a reward model."""
+    if arguments.shape != "demo":
         prepare_large(folder, arguments)
         return
     from coati.demo.base_model import pretrain
@@ -228,20 +228,21 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> None:
 def prepare_large(folder: Path, arguments: argparse.Namespace) -> None:
     """A model of Qwen2's shape with random weights, a tokenizer of whole words, and prompts of them."""
     import torch
-    from rollout import QWEN2
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
     from coati.models import RewardModel
 
-    shape = QWEN2[arguments.shape.upper()]
-    words = {f"w{index}": index for index in range(shape["vocab_size"])}
-    backend = Tokenizer(models.WordLevel(vocab=words, unk_token="w0"))
+    shape = qwen2_shape(arguments)
+    words = {"<pad>": 0, "<end>": 1} | {f"w{index}": index for index in range(FIRST_END, shape["vocab_size"])}
+    backend = Tokenizer(models.WordLevel(vocab=words, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1", padding_side="left")
+    special = {"pad_token": "<pad>", "eos_token": "<end>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **special)
     torch.manual_seed(0)
-    for name in ("model", "reward"):  # a body each: one that both had would be run once for both
-        with torch.device("cuda"):
+    # A body each: one that both had would be run once for both.
+    for name in ("model",) if arguments.lora_rank else ("model", "reward"):
+        with torch.device(arguments.device):
             model = AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=torch.bfloat16)
         # Chances are nearly equal, so this many end tokens give that mean.
         num_ends = round(len(words) / arguments.mean_length) if arguments.mean_length else 0
@@ -249,10 +250,27 @@ def prepare_large(folder: Path, arguments: argparse.Namespace) -> None:
         model.config.eos_token_id = None
         saved = RewardModel(model.model) if name == "reward" else model
         saved.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)  # for vLLM, which is given tokens
+    # Beside a model's config, AutoTokenizer would take the words for the pieces of Qwen2's own tokenizer.
+    tokenizer.save_pretrained(folder / "tokenizer")
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(FIRST_END, len(words), (256, arguments.prompt_tokens), generator=generator).tolist()
-    write_prompts(folder, [" ".join(f"w{token}" for token in row) for row in ids])
+    prompts = [" ".join(f"w{token}" for token in row) for row in ids]
+    assert AutoTokenizer.from_pretrained(folder / "tokenizer")(prompts).input_ids == ids
+    write_prompts(folder, prompts)
+
+
+def qwen2_shape(arguments: argparse.Namespace) -> dict:
+    from rollout import QWEN2
+
+    return next(shape for name, shape in QWEN2.items() if name.lower() == arguments.shape)
+
+
+def vllm_cache(arguments: argparse.Namespace) -> dict[str, float]:
+    """vLLM's settings for its cache: all that a batch needs, whatever else is on the card."""
+    tokens = (arguments.places * arguments.batch + 1) * (arguments.prompt_tokens + arguments.new_tokens + 16)
+    size = max(2**30, cache_bytes(qwen2_shape(arguments), tokens))
+    return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": 0.05}
 
 
 def write_prompts(folder: Path, prompts: list[str]) -> None:
@@ -282,7 +300,7 @@ def run_one(arguments: argparse.Namespace) -> None:
 
 def run_coati(arguments: argparse.Namespace) -> tuple[float, float]:
     """Seconds of the counted steps, and tokens in a completion."""
-    from coati.cli.main import main as coati
+    import coati
     from coati.monitor import read_jsonl
 
     folder = arguments.folder
@@ -290,12 +308,7 @@ def run_coati(arguments: argparse.Namespace) -> tuple[float, float]:
     shutil.rmtree(output, ignore_errors=True)
     config = folder / f"{arguments.only}.toml"
     config.write_text(coati_settings(arguments, output))
-    sys.argv = ["coati", "train", str(config)]
-    try:
-        coati()
-    except SystemExit as ended:
-        if ended.code:
-            raise
+    coati.train(config, learner=turn_taking_learner(arguments.warmup) if TURN in os.environ else None)
     # When the trainer was done with each step, by its own clock.
     ends = [span["end"] for span in read_jsonl(output / "spans.jsonl") if span["what"] == "train"]
     counted = slice(arguments.warmup, arguments.steps)
@@ -304,18 +317,36 @@ def run_coati(arguments: argparse.Namespace) -> tuple[float, float]:
     return ends[arguments.steps - 1] - ends[arguments.warmup - 1], statistics.mean(tokens)
 
 
+def turn_taking_learner(warmup: int) -> type:
+    """A learner that waits for its turn before the last steps of the warm-up."""
+    import coati
+
+    turn = os.environ[TURN]
+
+    class TurnTakingLearner(coati.PPOLearner):
+        num_steps = 0
+
+        def step(self, experience):
+            self.num_steps += 1
+            if self.num_steps == max(1, warmup - 2):
+                wait_for_turn(turn)
+            return super().step(experience)
+
+    return TurnTakingLearner
+
+
 def coati_settings(arguments: argparse.Namespace, output: Path) -> str:
-    is_gpu, is_ppo = arguments.device == "cuda", arguments.only != "coati-grpo"
+    is_gpu, is_large, is_ppo = arguments.device == "cuda", arguments.shape != "demo", arguments.only != "coati-grpo"
     engine = ""
     if arguments.only == "coati-vllm":
-        longest = arguments.prompt_tokens + arguments.new_tokens
-        engine = f"""engine = "vllm"
-vllm = {{ gpu_memory_utilization = {VLLM_SHARE}, max_num_seqs = {arguments.batch}, max_model_len = {longest} }}"""
-    batches = 2 if arguments.only == "coati-ahead" else 1  # that are written at a time
+        longest, places = arguments.prompt_tokens + arguments.new_tokens, arguments.places * arguments.batch
+        options = {**vllm_cache(arguments), "max_num_seqs": places, "max_model_len": longest}
+        table = ", ".join(f"{name} = {value}" for name, value in options.items())
+        engine = f'engine = "vllm"\nvllm = {{ {table} }}'
     reward = '[reward]\nfunction = "coati.demo.reward:film_sentiment"'
-    if is_gpu:
+    if is_large:
         reward = f'[reward]\nmodel = "{arguments.folder}/reward"'
-        if not is_ppo:
+        if not is_ppo or arguments.lora_rank:
             reward = f'[reward]\nfunction = "end_to_end:even_share"\nsearch_paths = ["{Path(__file__).parent}"]'
     return f"""
 [run]
@@ -323,6 +354,7 @@ output = "{output}"
 
 [model]
 path = "{arguments.folder}/model"
+tokenizer = "{arguments.folder}/{"tokenizer" if is_large else "model"}"
 device = "{arguments.device}"
 dtype = "{"bfloat16" if is_gpu else "float32"}"
 
@@ -332,7 +364,7 @@ path = "{arguments.folder}/prompts.jsonl"
 {reward}
 
 [rollout]
-prompts_per_batch = {batches * arguments.batch // SAMPLES_PER_PROMPT}
+prompts_per_batch = {arguments.places * arguments.batch // SAMPLES_PER_PROMPT}
 samples_per_prompt = {SAMPLES_PER_PROMPT}
 max_new_tokens = {arguments.new_tokens}
 {engine}
@@ -344,15 +376,20 @@ kl_coef = {KL_COEF}
 [train]
 total_steps = {arguments.steps + 1}
 batch_size = {arguments.batch}
-actor_lr = {1e-6 if is_gpu else 1e-3}
-critic_lr = {1e-6 if is_gpu else 1e-3}
-compile = {"true" if is_gpu else "false"}
+actor_lr = {1e-6 if is_large else 1e-3}
+critic_lr = {1e-6 if is_large else 1e-3}
+compile = {"true" if is_gpu and not arguments.lora_rank else "false"}
+activation_checkpointing = {"true" if arguments.lora_rank else "false"}
 mixed_precision = {arguments.mixed_precision if is_gpu else "false"}
 
 [topology]
-max_staleness = {4 if batches > 1 else 1}
+max_staleness = 1
+update_lora_weights = {"true" if arguments.lora_rank else "false"}
 gpus_per_maker = {1 - arguments.trainer_share if is_gpu else 0}
 gpus_per_trainer = {arguments.trainer_share if is_gpu else 0}
+
+[lora]
+rank = {arguments.lora_rank}
 
 [logging]
 tensorboard = false
@@ -371,7 +408,7 @@ def run_trl(arguments: argparse.Namespace) -> tuple[float, float]:
     from coati.demo.reward import film_sentiment
     from coati.devices import set_up_cpu
 
-    is_gpu, uses_vllm = arguments.device == "cuda", arguments.only == "trl-vllm"
+    is_gpu, is_large, uses_vllm = arguments.device == "cuda", arguments.shape != "demo", arguments.only == "trl-vllm"
     if not is_gpu and arguments.only == "trl-tuned":
         set_up_cpu(arguments.threads)
     elif not is_gpu:
@@ -387,33 +424,37 @@ def run_trl(arguments: argparse.Namespace) -> tuple[float, float]:
 
     def reward(completions, prompts, completion_ids, **_: object) -> list[float]:
         lengths.append(statistics.mean(len(ids) for ids in completion_ids))
-        return even_share(completions) if is_gpu else film_sentiment(completions, prompts)
+        return even_share(completions) if is_large else film_sentiment(completions, prompts)
 
+    if uses_vllm:
+        from trl.generation import vllm_generation
+
+        # Settings that TRL does not pass on.
+        vllm_generation.LLM = functools.partial(vllm_generation.LLM, **vllm_cache(arguments))
     folder = arguments.folder
     passes = arguments.batch // (arguments.trl_micro_batch or arguments.batch)
     dtype = torch.bfloat16 if is_gpu and arguments.mixed_precision == "false" else torch.float32
     prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype),
-        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        processing_class=AutoTokenizer.from_pretrained(folder / ("tokenizer" if is_large else "model")),
         reward_funcs=reward,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         args=GRPOConfig(
             output_dir=str(folder / "trl"),
             use_cpu=not is_gpu,
             bf16=is_gpu,
-            torch_compile=arguments.only == "trl-compiled",
             per_device_train_batch_size=arguments.batch // passes,
             gradient_accumulation_steps=passes,
             num_generations=SAMPLES_PER_PROMPT,
-            steps_per_generation=passes * (2 if arguments.only == "trl-ahead" else 1),
+            steps_per_generation=passes,
             max_completion_length=arguments.new_tokens,
             use_vllm=uses_vllm,
-            vllm_gpu_memory_utilization=VLLM_SHARE,
+            vllm_gpu_memory_utilization=0.05,
             vllm_max_model_length=arguments.prompt_tokens + arguments.new_tokens,
             generation_kwargs={"detokenize": False} if uses_vllm else None,  # TRL takes the tokens, not vLLM's text
             max_steps=arguments.steps,
-            learning_rate=1e-6 if is_gpu else 1e-3,
+            learning_rate=1e-6 if is_large else 1e-3,
             lr_scheduler_type="constant",
             beta=KL_COEF,
             gradient_checkpointing=False,
@@ -425,6 +466,7 @@ def run_trl(arguments: argparse.Namespace) -> tuple[float, float]:
         ),
         callbacks=[Clock()],
     )
+    wait_for_turn(os.environ.get(TURN))
     trainer.train()
     return times[arguments.steps] - times[arguments.warmup], statistics.mean(lengths[arguments.warmup :] or lengths)
 

@@ -1,29 +1,31 @@
 """Tokens per second of the native engine and of others, all with log-probs, all in one run.
 
-    python benchmarks/rollout.py                                          the demo's model on the CPU
-    python benchmarks/rollout.py --device cuda --batches 64 256 1024      0.5B parameters (Qwen2's shape) in bfloat16
-    python benchmarks/rollout.py --device cuda --engines native vllm --batches 2048 --slots 256 --prompt-tokens 512
-        --new-tokens 2048 --mean-tokens 500                               ragged lengths, through fewer slots
+    python benchmarks/rollout.py                                                    the demo's model on the CPU
+    python benchmarks/rollout.py --device cuda --cases 64x128+256 256x128+256       0.5B parameters (Qwen2's shape)
+    python benchmarks/rollout.py --device cuda --engines native vllm --cases 2048/256x512+2048~500
+                                                                                    ragged lengths, through 256 slots
+
+A case is PROMPTS[/SLOTS]xPROMPT_TOKENS+NEW_TOKENS[~MEAN]. Responses have the full length; with a mean, so many tokens
+of the vocabulary end one that, with random weights, lengths are geometric.
 
 The others: `reference`, transformers' models with our keyed draws; on a CPU also `stock`, the same with torch as it
-comes (all cores, oneDNN on), where the rest has `--threads` and what `set_up_cpu` sets; on a GPU `static`,
-transformers' `generate` with a static cache and a compiled step, and `vllm`, in a separate process (`--vllm-site`: the
-folder it is installed in, if that is not torch's). One that cannot run here is left out, and the table says why.
+comes (all cores, oneDNN on), where the rest has `--threads` and what `coati.devices.set_up_cpu` sets; `vllm`, in a
+separate process (`--vllm-site`: the folder it is installed in, if that is not torch's), which is left out where it
+cannot run.
 
-Every engine continues the same prompts at temperature 1 with no token cut, after one warm-up that is not counted;
-medians of `--repeats`. Responses have the full length; with `--mean-tokens` so many tokens of the vocabulary end one
-that, with random weights, lengths are geometric. On a GPU the limit for equal lengths is the memory's: one pass over
-the weights and over the cache for each token, at the bandwidth that a plain copy reaches in the same run. The gap is
-the mean and largest absolute difference between the log-probs of the engine and those of the learner's forward pass.
+Every engine continues random prompts at temperature 1 with no token cut, after one warm-up that is not counted;
+medians of `--repeats`. On a GPU the limit for equal lengths is the memory's: one pass over the weights and over the
+cache for each token, at the bandwidth that a plain copy reaches in the same run. The gap is the mean and largest
+absolute difference between the log-probs of the engine and those of the learner's forward pass.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import functools
 import gc
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -32,11 +34,11 @@ from pathlib import Path
 
 import torch
 from checked import check_device, one_or_more
-from rollout_peers import WARMUP_TOKENS, StaticEngine, run_vllm
+from rollout_vllm import TURN, WARMUP_TOKENS, run_vllm, vllm_job, wait_for_turn
 
-ENGINES = ["stock", "reference", "static", "vllm", "native"]
+ENGINES = ["vllm", "stock", "reference", "native"]
 """In the order of the rows: the native engine's comes last."""
-ON = {"cpu": ["stock", "reference", "native"], "cuda": ["reference", "static", "vllm", "native"]}
+ON = {"cpu": ["stock", "reference", "native"], "cuda": ["vllm", "reference", "native"]}
 QWEN2 = {
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
              "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
@@ -44,74 +46,108 @@ QWEN2 = {
              "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
     "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
            "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
+    "tiny": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "vocab_size": 1_000, "tie_word_embeddings": True},
 }  # fmt: skip
+"""`tiny` tries a command out."""
 GAP_TOKENS = 8192
 """The gap is measured over so many tokens, because the learner's pass holds the logits of all of them."""
 
 
-def make_model(device: str, size: str):
-    from transformers import AutoModelForCausalLM, Qwen2Config
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is generated."""
 
-    if device == "cpu":
+    name: str
+    batch: int
+    slots: int
+    prompt_tokens: int
+    new_tokens: int
+    mean_tokens: int | None
+    samples_per_prompt: int = 1
+
+    def end_tokens(self, vocabulary: int) -> list[int]:
+        """So many that each token ends a response with probability 1 / mean, if all are about equally likely."""
+        order = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0)).tolist()
+        return sorted(order[: round(vocabulary / self.mean_tokens)]) if self.mean_tokens else []
+
+
+def case_of(text: str) -> Case:
+    """A case, from its text."""
+    found = re.fullmatch(r"(\d+)(?:/(\d+))?x(\d+)\+(\d+)(?:~(\d+))?", text)
+    numbers = [int(number or 0) for number in found.groups()] if found else []
+    if not found or 0 in (numbers[0], numbers[2], numbers[3]):
+        raise argparse.ArgumentTypeError(f"must be as 64x128+256 or 2048/256x512+2048~500, got {text!r}")
+    batch, slots, prompt_tokens, new_tokens, mean = numbers
+    return Case(text, batch, slots or batch, prompt_tokens, new_tokens, mean or None)
+
+
+def qwen2_config(size: str):
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**QWEN2[size], max_position_embeddings=16384, architectures=["Qwen2ForCausalLM"])
+
+
+def make_model(device: str, size: str | None):
+    from transformers import AutoModelForCausalLM
+
+    if size is None:
         from coati.demo.base_model import pretrain
 
         with tempfile.TemporaryDirectory() as folder:
             pretrain(Path(folder))
             return AutoModelForCausalLM.from_pretrained(folder).eval()
     torch.manual_seed(0)
-    config = Qwen2Config(**QWEN2[size], max_position_embeddings=16384)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        return AutoModelForCausalLM.from_config(qwen2_config(size), dtype=dtype).eval()
 
 
-def make_request(model, batch: int, arguments, seed: int):
+def job_for_vllm(config, dtype: str, cases: list[Case], repeats: int, seconds: float) -> dict:
+    rows = [{**dataclasses.asdict(case), "end_tokens": case.end_tokens(config.vocab_size)} for case in cases]
+    return vllm_job(config.to_dict(), dtype, rows, repeats, seconds)
+
+
+def make_samples(model, case: Case, seed: int):
     from coati.experience import Sample
     from coati.rollout import GenerateOptions
 
-    generator = torch.Generator().manual_seed(seed)
-    shape = (-(-batch // arguments.samples_per_prompt), arguments.prompt_tokens)
-    ids = torch.randint(3, model.config.vocab_size, shape, generator=generator)
-    ids = ids.repeat_interleave(arguments.samples_per_prompt, dim=0)[:batch]
-    options = GenerateOptions.parse(eos_token_id=end_tokens(model, arguments.mean_tokens), pad_token_id=0)
-    return [
-        Sample(row + 10_000 * seed, prompt, arguments.new_tokens, 0, options) for row, prompt in enumerate(ids.tolist())
-    ]
-
-
-def end_tokens(model, mean_tokens: int | None) -> list[int]:
-    """So many that each token ends a response with probability 1 / mean, if all are about equally likely."""
     vocabulary = model.config.vocab_size
-    order = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0)).tolist()
-    return sorted(order[: round(vocabulary / mean_tokens)]) if mean_tokens else []
+    generator = torch.Generator().manual_seed(seed)
+    shape = (-(-case.batch // case.samples_per_prompt), case.prompt_tokens)
+    ids = torch.randint(3, vocabulary, shape, generator=generator)
+    ids = ids.repeat_interleave(case.samples_per_prompt, dim=0)[: case.batch].tolist()
+    options = GenerateOptions.parse(eos_token_id=case.end_tokens(vocabulary), pad_token_id=0)
+    return [Sample(row + 10_000 * seed, prompt, case.new_tokens, 0, options) for row, prompt in enumerate(ids)]
 
 
 def make_engine(name: str, model, num_slots: int):
     from coati.rollout import NativeEngine, ReferenceEngine
 
-    if name == "native":
-        return NativeEngine(model, num_slots=num_slots)
-    return StaticEngine(model) if name == "static" else ReferenceEngine(model)
+    return NativeEngine(model, num_slots=num_slots) if name == "native" else ReferenceEngine(model)
 
 
-def timed(name: str, engine, requests) -> tuple[float, object]:
-    """Median tokens per second of all requests but the first, and the last rollout.
+def timed(name: str, engine, case: Case, repeats: int, seconds: float) -> tuple[list[float], object]:
+    """Tokens per second of each repeat, and the last rollout.
 
-    Warm-up is the first request: in full where graphs and compiled steps depend on the length, else a few tokens of it.
+    Before them comes a warm-up, as long as the rest where graphs depend on lengths, but of one prompt for each slot.
     """
     from coati.rollout import generate
 
-    warmup_tokens = min(WARMUP_TOKENS, requests[0][0].limit)
-    is_short = name in ("stock", "reference")
-    run = engine.generate if isinstance(engine, StaticEngine) else functools.partial(generate, engine)
-    run([dataclasses.replace(one, limit=warmup_tokens) for one in requests[0]] if is_short else requests[0])
-    rates = []
-    for request in requests[1:]:
+    new_tokens = case.new_tokens if name == "native" else min(WARMUP_TOKENS, case.new_tokens)
+    short = dataclasses.replace(case, batch=min(case.batch, case.slots), new_tokens=new_tokens)
+    generate(engine, make_samples(engine.model, short, seed=0))
+    rates: list[float] = []
+    until = time.perf_counter() + seconds
+    while not rates or (len(rates) < repeats and time.perf_counter() < until):
+        seed = len(rates) + 1
+        samples = make_samples(engine.model, case, seed)
         _synchronize()
         started = time.perf_counter()
-        rollout = run(request)
+        rollout = generate(engine, samples)
         _synchronize()
         rates.append(int(rollout.action_mask.sum()) / (time.perf_counter() - started))
-    return statistics.median(rates), rollout
+    return rates, rollout
 
 
 def gap(model, rollout) -> tuple[float, float]:
@@ -127,13 +163,13 @@ def gap(model, rollout) -> tuple[float, float]:
     return float(difference.mean()), float(difference.max())
 
 
-def memory_limit(model, batch: int, prompt_tokens: int, new_tokens: int) -> float:
+def memory_limit(model, case: Case) -> float:
     """Tokens per second if only the memory's bandwidth counted."""
     config = model.config
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     head_dim = config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * 2
-    cache = batch * (prompt_tokens + new_tokens / 2) * per_token
+    cache = case.batch * (case.prompt_tokens + case.new_tokens / 2) * per_token
     source = torch.empty(2**30, dtype=torch.uint8, device=model.device)
     target = torch.empty_like(source)
     seconds = []
@@ -144,7 +180,7 @@ def memory_limit(model, batch: int, prompt_tokens: int, new_tokens: int) -> floa
         _synchronize()
         seconds.append(time.perf_counter() - started)
     bandwidth = 2 * 2**30 / statistics.median(seconds[1:])
-    return batch * bandwidth / (weights + cache)
+    return case.batch * bandwidth / (weights + cache)
 
 
 def _synchronize() -> None:
@@ -175,127 +211,91 @@ def stock_torch() -> Iterator[None]:
 class Table:
     """Rows, printed as they come and written to the JSON file each time: a run that is cut short leaves what it had."""
 
-    def __init__(self, model, num_slots: int, json_path: Path | None) -> None:
-        self._model = model
-        self._num_slots = num_slots
+    def __init__(self, json_path: Path | None) -> None:
         self._json_path = json_path
-        self._rows: list[dict] = []
+        self.rows: list[dict] = []
         print(
-            f"{'batch':>6} {'engine':>10} {'tokens/s':>10} {'ms/token':>9} {'× stock':>8} {'× reference':>12} "
-            f"{'× static':>9} {'× vllm':>7} {'gap mean':>9} {'max':>8}",
+            f"{'case':>26} {'engine':>10} {'tokens/s':>10} {'ms/token':>9} {'× stock':>8} {'× reference':>12} "
+            f"{'× vllm':>7} {'gap mean':>9} {'max':>8}",
             flush=True,
         )
 
-    def add(self, batch: int, name: str, rate: float, rollout, **more) -> None:
-        mean, largest = gap(self._model, rollout)
-        row = {
-            "batch": batch,
-            "engine": name,
-            "tokens_per_second": rate,
-            "ms_per_token": min(batch, self._num_slots) / rate * 1e3,
-            "mean_tokens": float(rollout.action_mask.sum(dim=1).float().mean()),
-            **times_others(rate, self._rates(batch)),
-            "gap_mean": mean,
-            "gap_max": largest,
-            **more,
-        }
-        times = {peer: row[f"times_{peer}"] for peer in ENGINES[:-1]}
-        text = {peer: "-" if value is None else f"{value:.1f}" for peer, value in times.items()}
+    def add(self, case: Case, name: str, rates: list[float], **more) -> None:
+        rate = statistics.median(rates)
+        others = {row["engine"]: row.get("tokens_per_second") for row in self.rows if row["case"] == case.name}
+        times = {f"times_{peer}": rate / others[peer] if others.get(peer) else None for peer in ENGINES[:-1]}
+        row = {"case": case.name, "engine": name, "tokens_per_second": rate, "rates": rates, **times, **more}
+        text = {peer: f"{value:.1f}" if value else "-" for peer, value in times.items()}
+        gaps = f"{row['gap_mean']:>9.1e} {row['gap_max']:>8.1e}" if "gap_mean" in row else ""
         print(
-            f"{batch:>6} {name:>10} {rate:>10,.0f} {row['ms_per_token']:>9.2f} {text['stock']:>8} "
-            f"{text['reference']:>12} {text['static']:>9} {text['vllm']:>7} {mean:>9.1e} {largest:>8.1e}",
+            f"{case.name:>26} {name:>10} {rate:>10,.0f} {min(case.batch, case.slots) / rate * 1e3:>9.2f} "
+            f"{text['times_stock']:>8} {text['times_reference']:>12} {text['times_vllm']:>7} {gaps}",
             flush=True,
         )
         self._keep(row)
 
-    def add_limit(self, batch: int, limit: float) -> None:
-        print(f"{batch:>6} {'limit':>10} {limit:>10,.0f}", flush=True)
-        self._keep({"batch": batch, "engine": "memory limit", "tokens_per_second": limit})
+    def add_limit(self, case: Case, limit: float) -> None:
+        print(f"{case.name:>26} {'limit':>10} {limit:>10,.0f}", flush=True)
+        self._keep({"case": case.name, "engine": "memory limit", "tokens_per_second": limit})
 
-    def leave_out(self, batch: int, name: str, reason: str) -> None:
-        print(f"{batch:>6} {name:>10} left out: {reason}", flush=True)
-        self._keep({"batch": batch, "engine": name, "left_out": reason})
-
-    def _rates(self, batch: int) -> dict[str, float]:
-        rows = [row for row in self._rows if row["batch"] == batch and "tokens_per_second" in row]
-        return {row["engine"]: row["tokens_per_second"] for row in rows}
+    def leave_out(self, case: Case, name: str, reason: str) -> None:
+        print(f"{case.name:>26} {name:>10} left out: {reason}", flush=True)
+        self._keep({"case": case.name, "engine": name, "left_out": reason})
 
     def _keep(self, row: dict) -> None:
-        self._rows.append(row)
+        self.rows.append(row)
         if self._json_path is not None:
-            self._json_path.write_text(json.dumps(self._rows, indent=2) + "\n")
+            self._json_path.write_text(json.dumps(self.rows, indent=2) + "\n")
 
 
-def times_others(rate: float, rates: dict[str, float]) -> dict[str, float | None]:
-    """How many times as fast as each engine that was measured before; None where one was not."""
-    return {f"times_{peer}": rate / rates[peer] if peer in rates else None for peer in ENGINES[:-1]}
+def measure_vllm(arguments, config, dtype: str, table: Table) -> None:
+    job = job_for_vllm(config, dtype, arguments.cases, arguments.repeats, arguments.case_seconds)
+    results, reason = run_vllm(job, arguments.vllm_site)
+    for case in arguments.cases:
+        if (found := results.get(case.name)) is None:
+            table.leave_out(case, "vllm", reason)
+        else:
+            start = {name: found[name] for name in ("version", "start_seconds", "mean_tokens")}
+            table.add(case, "vllm", found["rates"], **start)
 
 
-def measure(arguments, model, requests_by_batch: dict, table: Table) -> None:
-    # vLLM goes first, while this process holds a model and nothing else on the device.
-    vllm_results, vllm_reason = {}, ""
-    if "vllm" in arguments.engines:
-        release_memory()
-        vllm_results, vllm_reason = run_vllm(model, requests_by_batch, arguments.slots, arguments.vllm_site)
-    for batch, requests in requests_by_batch.items():
-        for name in sorted(arguments.engines, key=ENGINES.index):
-            if name == "vllm":
-                if batch in vllm_results:
-                    rate, rollout, start = vllm_results[batch]
-                    table.add(batch, name, rate, rollout, **start)
-                else:
-                    table.leave_out(batch, name, vllm_reason)
-                continue
-            measure_here(name, model, batch, requests, arguments.slots, table)
-        if model.device.type == "cuda" and not arguments.mean_tokens and batch <= arguments.slots:
-            prompt_tokens, new_tokens = len(requests[0][0].tokens), requests[0][0].limit
-            table.add_limit(batch, memory_limit(model, batch, prompt_tokens, new_tokens))
-
-
-def measure_here(name: str, model, batch: int, requests, num_slots: int, table: Table) -> None:
-    """An engine that runs in this process. A compiler or memory that fails `static` does not end the run."""
+def measure_here(name: str, model, case: Case, arguments, table: Table) -> None:
+    """An engine that runs in this process."""
     release_memory()
-    engine = make_engine(name, model, num_slots)
-    try:
-        with stock_torch() if name == "stock" else contextlib.nullcontext():
-            rate, rollout = timed(name, engine, requests)
-    except RuntimeError as error:
-        if name != "static":
-            raise
-        table.leave_out(batch, name, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
-    else:
-        more = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if model.device.type == "cuda" else {}
-        table.add(batch, name, rate, rollout, **more)
-    if name == "static":
-        engine.close()
+    with stock_torch() if name == "stock" else contextlib.nullcontext():
+        engine = make_engine(name, model, case.slots)
+        rates, rollout = timed(name, engine, case, arguments.repeats, arguments.case_seconds)
+    more = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if model.device.type == "cuda" else {}
+    mean, largest = gap(model, rollout)
+    mean_tokens = float(rollout.action_mask.sum(dim=1).float().mean())
+    table.add(case, name, rates, gap_mean=mean, gap_max=largest, mean_tokens=mean_tokens, **more)
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--batches", type=one_or_more, nargs="+", default=[64])
-    parser.add_argument("--model", choices=list(QWEN2), default="0.5B", help="on cuda: a shape of Qwen2's")
-    parser.add_argument("--slots", type=one_or_more, help="samples at the same time; default: the largest batch")
+    parser.add_argument("--cases", type=case_of, nargs="+", help="default: 64x4+16; on cuda 64x128+256")
+    parser.add_argument("--model", choices=list(QWEN2), help="a shape of Qwen2's; default: the demo's, on cuda 0.5B")
     parser.add_argument("--samples-per-prompt", type=one_or_more, default=1)
-    parser.add_argument("--mean-tokens", type=one_or_more, help="about so many in a response, at most --new-tokens")
-    parser.add_argument("--prompt-tokens", type=one_or_more)
-    parser.add_argument("--new-tokens", type=one_or_more)
     parser.add_argument(
         "--engines", nargs="+", choices=ENGINES, help="default: all but stock on cuda; stock, reference, native on cpu"
     )
     parser.add_argument("--vllm-site", type=Path, help="a folder for the PYTHONPATH of vLLM's process")
     parser.add_argument("--repeats", type=one_or_more, default=3)
+    parser.add_argument("--case-seconds", type=float, default=3600.0, help="no repeat of a case is begun after these")
     parser.add_argument("--threads", type=one_or_more, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     check_device(parser, arguments.device)
     is_gpu = arguments.device == "cuda"
     arguments.engines = arguments.engines or ON[arguments.device]
-    arguments.prompt_tokens = arguments.prompt_tokens or (128 if is_gpu else 4)
-    arguments.new_tokens = arguments.new_tokens or (256 if is_gpu else 16)
-    arguments.slots = arguments.slots or max(arguments.batches)
-    if arguments.mean_tokens and {"static", "stock"} & {*arguments.engines}:
-        parser.error("--mean-tokens goes with --engines native, vllm and reference")
+    arguments.model = arguments.model or ("0.5B" if is_gpu else None)
+    cases = arguments.cases or [case_of("64x128+256" if is_gpu else "64x4+16")]
+    arguments.cases = [dataclasses.replace(case, samples_per_prompt=arguments.samples_per_prompt) for case in cases]
+    if "stock" in arguments.engines and any(case.mean_tokens for case in arguments.cases):
+        parser.error("a case with a mean goes with --engines native, vllm and reference")
+    if "vllm" in arguments.engines and arguments.model is None:
+        parser.error("--engines vllm needs --model")
     return arguments
 
 
@@ -303,23 +303,25 @@ def main() -> None:
     arguments = parse_arguments()
     from transformers.utils import logging as transformers_logging
 
+    import coati.rollout  # noqa: F401
     from coati.devices import set_up_cpu
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if arguments.device == "cpu":
         set_up_cpu(arguments.threads)
+    wait_for_turn(os.environ.get(TURN))
+    table = Table(arguments.json)
+    if "vllm" in arguments.engines:
+        dtype = "bfloat16" if arguments.device == "cuda" else "float32"
+        measure_vllm(arguments, qwen2_config(arguments.model), dtype, table)
     model = make_model(arguments.device, arguments.model)
-    requests_by_batch = {
-        batch: [make_request(model, batch, arguments, seed) for seed in range(arguments.repeats + 1)]
-        for batch in arguments.batches
-    }
-    table = Table(model, arguments.slots, arguments.json)
-    measure(arguments, model, requests_by_batch, table)
-    unused = [name for name in ENGINES if name not in arguments.engines]
-    if unused:
-        why = "asked for by --engines only" if arguments.device == "cpu" else "--engines leaves it out"
-        print(f"Not in this run: {', '.join(unused)} ({why}).")
+    for case in arguments.cases:
+        for name in ENGINES[1:]:
+            if name in arguments.engines:
+                measure_here(name, model, case, arguments, table)
+        if arguments.device == "cuda" and not case.mean_tokens and case.batch <= case.slots:
+            table.add_limit(case, memory_limit(model, case))
 
 
 if __name__ == "__main__":

@@ -1,35 +1,156 @@
-"""vLLM's part of `rollout.py`: one engine for every batch size, in a separate process without coati.
+"""vLLM's part of `rollout.py` and `table.py`: one engine for all cases, in a separate process without coati.
+
+As a module it describes the job, starts the process and reads its results; as a script it is the process:
 
     python -P benchmarks/rollout_vllm.py JOB.json
 
-`rollout_peers.py` writes the job and starts the process. Each result is a line of JSON behind `RESULT`, because vLLM's
-own log goes to the same stream. A prompt is a list of token ids, and vLLM returns token ids: no tokenizer is loaded.
+Each result is a line of JSON behind `RESULT`, because vLLM's own log goes to the same stream. The weights are random
+ones of vLLM's own, prompts and responses are token ids, and no tokenizer is loaded.
 """
 
 import json
+import os
+import re
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 RESULT = "rollout_vllm result: "
-ROWS_RETURNED = 16
+TURN = "COATI_BENCHMARK_TURN"
+"""Environment variable: a path. A warm process makes PATH.ready and waits for PATH.go (see `table.py`)."""
+WARMUP_TOKENS = 16
+DEADLINE_SECONDS = 600.0
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
+}
+"""What a machine without a network needs. A variable that is set already stays as it is."""
 
 
-def make_engine(job):
+def wait_for_turn(turn: str | None) -> None:
+    """Wait until this process may measure: others on the same machine may still be starting, or measuring."""
+    if turn is None:
+        return
+    Path(turn + ".ready").touch()
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not Path(turn + ".go").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{turn}.go did not appear in {DEADLINE_SECONDS:.0f} s.")
+        time.sleep(0.05)
+
+
+def cache_bytes(config: dict, tokens: int) -> int:
+    """Memory for the keys and values of so many tokens, in 16-bit numbers, and an eighth more."""
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    return round(4.5 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * tokens)
+
+
+def vllm_job(config: dict, dtype: str, cases: list[dict], repeats: int, seconds: float) -> dict:
+    """`config`: of transformers, with its architecture; `cases`: see `rollout.Case`, with end tokens."""
+    rows = [min(case["batch"], case["slots"]) for case in cases]
+    # Of responses that end by chance, all that are written at the same time are never near the limit.
+    lengths = [case["prompt_tokens"] + min(case["new_tokens"], 2 * (case["mean_tokens"] or 10**9)) for case in cases]
+    tokens = max(num_rows * length for num_rows, length in zip(rows, lengths, strict=True))
+    return {
+        "config": config,
+        "dtype": dtype,
+        "cases": cases,
+        "repeats": repeats,
+        "seconds": seconds,
+        "slots": max(rows),
+        "max_tokens": max(case["prompt_tokens"] + case["new_tokens"] for case in cases),
+        "cache_bytes": max(2**28, cache_bytes(config, tokens)),
+    }
+
+
+def run_vllm(job: dict, site: Path | None) -> tuple[dict[str, dict], str]:
+    """Results by case, and the reason for those missing."""
+    with tempfile.TemporaryDirectory(prefix="coati-vllm-") as folder:
+        path, log = Path(folder) / "job.json", Path(folder) / "log.txt"
+        path.write_text(json.dumps(job))
+        with log.open("w") as stream:
+            try:
+                code = subprocess.run(
+                    vllm_command(path),
+                    env=vllm_environment(site),
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    timeout=DEADLINE_SECONDS,
+                    check=False,
+                ).returncode
+                ended = f"its process ended with status {code}"
+            except subprocess.TimeoutExpired:
+                ended = f"it did not finish in {DEADLINE_SECONDS:.0f} s"
+        text = log.read_text(errors="replace")
+    measured, left_out = read_results(text, ended)
+    if len(measured) < len(job["cases"]) and "cannot be imported" not in left_out:
+        print("\n".join(text.splitlines()[-30:]), file=sys.stderr)
+    return measured, left_out
+
+
+def vllm_command(job: Path) -> list[str]:
+    return [sys.executable, "-P", __file__, str(job)]
+
+
+def vllm_environment(site: Path | None) -> dict[str, str]:
+    environment = {**ENVIRONMENT, **os.environ}
+    if site is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    return environment
+
+
+def read_results(log: str, ended: str) -> tuple[dict[str, dict], str]:
+    """Results by case, each with how the engine started; and the reason for those that are missing."""
+    lines = [json.loads(line.removeprefix(RESULT)) for line in log.splitlines() if line.startswith(RESULT)]
+    if lines and "left_out" in lines[0]:
+        return {}, lines[0]["left_out"]
+    measured = {line["case"]: {**lines[0], **line} for line in lines[1:]}
+    errors = [line.strip() for line in log.splitlines() if re.match(r"\s*[\w.]*(Error|Exception): ", line)]
+    return measured, f"{ended}: {errors[-1]}" if errors else ended
+
+
+# The process.
+
+
+def make_engine(job: dict, folder: str):
     from vllm import LLM
 
+    (Path(folder) / "config.json").write_text(json.dumps(job["config"]))
     return LLM(
-        job["model"],
+        folder,
+        load_format="dummy",
         dtype=job["dtype"],
         skip_tokenizer_init=True,
         generation_config="vllm",
-        enable_prefix_caching=job["has_groups"],
-        max_model_len=job["prompt_tokens"] + job["new_tokens"],
+        enable_prefix_caching=any(case["samples_per_prompt"] > 1 for case in job["cases"]),
+        max_model_len=job["max_tokens"],
         max_num_seqs=job["slots"],
-        gpu_memory_utilization=job["memory_share"],
+        kv_cache_memory_bytes=job["cache_bytes"],
+        gpu_memory_utilization=0.05,  # not used, but so much must be free
+        enforce_eager=job["dtype"] == "float32",  # on a CPU, where compiling takes minutes
         # Its default stops at 512, and larger batches would decode without graphs.
         compilation_config={"max_cudagraph_capture_size": max(512, job["slots"])},
     )
+
+
+def make_prompts(job: dict, case: dict, seed: int) -> list[dict]:
+    import numpy
+
+    shape = (-(-case["batch"] // case["samples_per_prompt"]), case["prompt_tokens"])
+    ids = numpy.random.default_rng(seed).integers(3, job["config"]["vocab_size"], shape)
+    rows = ids.repeat(case["samples_per_prompt"], axis=0)[: case["batch"]].tolist()
+    return [{"prompt_token_ids": row} for row in rows]
 
 
 def sampling(num_tokens: int, end_tokens: list[int]):
@@ -47,27 +168,37 @@ def sampling(num_tokens: int, end_tokens: list[int]):
     )
 
 
-def measure(engine, job, case) -> dict:
-    """The first batch of prompts is the warm-up, and a short one: graphs are captured when the engine starts."""
-    batches = [[{"prompt_token_ids": ids} for ids in prompts] for prompts in case["prompts"]]
-    engine.generate(batches[0], sampling(job["warmup_tokens"], job["end_tokens"]), use_tqdm=False)
-    rates = []
-    for prompts in batches[1:]:
+def warm_up(engine, job: dict, case: dict) -> None:
+    """A few tokens: graphs are captured when the engine starts."""
+    num_tokens = min(WARMUP_TOKENS, case["new_tokens"])
+    prompts = make_prompts(job, case, seed=0)[: case["slots"]]
+    engine.generate(prompts, sampling(num_tokens, case["end_tokens"]), use_tqdm=False)
+
+
+def measure(engine, job: dict, case: dict) -> dict:
+    # An engine that was made for more at a time writes no more than the case says.
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    limit = "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
+    setattr(scheduler, limit, case["slots"])
+    warm_up(engine, job, case)
+    rates: list[float] = []
+    until = time.perf_counter() + job["seconds"]
+    while not rates or (len(rates) < job["repeats"] and time.perf_counter() < until):
+        prompts = make_prompts(job, case, seed=len(rates) + 1)
         started = time.perf_counter()
-        outputs = engine.generate(prompts, sampling(job["new_tokens"], job["end_tokens"]), use_tqdm=False)
+        outputs = engine.generate(prompts, sampling(case["new_tokens"], case["end_tokens"]), use_tqdm=False)
         seconds = time.perf_counter() - started
-        rates.append(sum(len(output.outputs[0].token_ids) for output in outputs) / seconds)
-    completions = [output.outputs[0] for output in outputs]
-    lengths = {len(completion.token_ids) for completion in completions}
-    if not job["end_tokens"] and lengths != {job["new_tokens"]}:
-        raise RuntimeError(
-            f"vLLM was to write {job['new_tokens']} tokens for every prompt, and wrote {sorted(lengths)}."
-        )
+        lengths = [len(output.outputs[0].token_ids) for output in outputs]
+        rates.append(sum(lengths) / seconds)
+        if not case["end_tokens"] and {*lengths} != {case["new_tokens"]}:
+            raise RuntimeError(f"vLLM was to write {case['new_tokens']} tokens each, and wrote {sorted({*lengths})}.")
+        if not all(len(output.outputs[0].logprobs) == count for output, count in zip(outputs, lengths, strict=True)):
+            raise RuntimeError("vLLM did not return the log-prob of every token.")
     return {
-        "batch": case["batch"],
+        "case": case["name"],
+        "tokens_per_second": statistics.median(rates),
         "rates": rates,
-        "tokens": [list(completion.token_ids) for completion in completions[:ROWS_RETURNED]],
-        "log_probs": [list(completion.logprobs.logprobs) for completion in completions[:ROWS_RETURNED]],
+        "mean_tokens": statistics.mean(lengths),
     }
 
 
@@ -83,8 +214,11 @@ def main() -> None:
         report({"left_out": f"vllm cannot be imported ({error})"})
         return
     started = time.perf_counter()
-    engine = make_engine(job)
+    with tempfile.TemporaryDirectory(prefix="coati-vllm-") as folder:
+        engine = make_engine(job, folder)
     report({"version": vllm.__version__, "start_seconds": time.perf_counter() - started})
+    warm_up(engine, job, job["cases"][0])
+    wait_for_turn(os.environ.get(TURN))
     for case in job["cases"]:
         report(measure(engine, job, case))
 

@@ -24,7 +24,7 @@ def test_end_to_end_compares_medians_with_the_faster_of_trls_rows(tmp_path, caps
             for rate in rates
         ]
 
-    results = {"coati-ppo": rounds(90.0, 120.0, 100.0), "trl-grpo": rounds(10.0), "trl-ahead": rounds(20.0)}
+    results = {"coati-ppo": rounds(90.0, 120.0, 100.0), "trl-grpo": rounds(10.0), "trl-vllm": rounds(20.0)}
     end_to_end.report(results, argparse.Namespace(json=tmp_path / "found.json", device="cuda"))
     medians = json.loads((tmp_path / "found.json").read_text())["medians"]
     assert (medians["coati-ppo"]["completions_per_second"], medians["coati-ppo"]["times_trl"]) == (100.0, 5.0)
@@ -49,10 +49,10 @@ def test_end_to_end_without_trl_has_rows_of_ours_only(tmp_path, capsys, monkeypa
 def test_end_to_end_refuses_what_cannot_run_here(capsys):
     import end_to_end
 
-    arguments = argparse.Namespace(device="cpu", competitors=["coati-ppo", "coati-ahead"])
+    arguments = argparse.Namespace(device="cpu", competitors=["coati-ppo", "coati-vllm"])
     with pytest.raises(SystemExit):
         end_to_end.competitors(arguments, argparse.ArgumentParser())
-    assert "coati-ahead cannot run with --device cpu" in capsys.readouterr().err
+    assert "coati-vllm cannot run with --device cpu" in capsys.readouterr().err
 
 
 def test_end_to_end_counts_steps_after_the_warm_up(monkeypatch, capsys):
