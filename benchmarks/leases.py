@@ -47,7 +47,7 @@ from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.experience_maker.work_source import LeasedPrompts, WorkSource
 from coati.ledger.leases import Ledger
-from coati.ledger.rules import Lease, LedgerRules
+from coati.ledger.rules import Lease, LeaseRequest, LedgerRules
 from coati.ray.callbacks import TrainerCallback
 from coati.ray.detached_trainer_ppo import PPOTrainer
 from coati.ray.environment import remote
@@ -104,8 +104,8 @@ class DealtShares:
         self._delivered: set[int] = set()
         self._works: dict[int, object] = {}
 
-    def lease(self, maker: str, *, version: int, wanted: int, **_: object) -> list[Lease]:
-        rules = self.rules
+    def lease(self, request: LeaseRequest, **_: object) -> list[Lease]:
+        rules, maker, version, wanted = self.rules, request.maker, request.version, request.wanted
         first = self._next.setdefault(maker, int(maker.rpartition("-")[2]))
         end = min((rules.max_staleness + version + 1) * rules.samples_per_version, rules.total_samples)
         numbers = list(range(first, end, NUM_MAKERS))[:wanted]
@@ -135,14 +135,11 @@ class DealtShares:
     def makers(self) -> list[str]:
         return list(self._next)
 
-    def blocked_by(self) -> dict[str, list[int]]:
-        return {f"maker {self.num_picked % NUM_MAKERS}": [self.num_picked]}
+    def blocked_by(self) -> dict[str, int]:
+        return {f"maker {self.num_picked % NUM_MAKERS}": 1}
 
     def take_back(self, **_: object) -> list[int]:
         return []
-
-    def note_version_time(self, now: float) -> None:
-        pass
 
 
 def make_ledger(case: Case, versions: int) -> Ledger | DealtShares:

@@ -19,7 +19,7 @@ from coati import build
 from coati.cli.train import quiet_libraries
 from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
-from coati.experience_buffer import BufferItem, make_experience_batch, split_experience_batch
+from coati.experience_buffer.utils import BufferItem, make_experience_batch, split_experience_batch
 from coati.experience_maker import Experience
 from coati.monitor.run_log import RunLog
 from coati.rollout import NativeEngine

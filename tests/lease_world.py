@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from coati.ledger.leases import Ledger
-from coati.ledger.rules import Lease, LedgerRules
+from coati.ledger.rules import Lease, LeaseRequest, LedgerRules
 
 
 @dataclasses.dataclass(eq=False)
@@ -102,7 +102,7 @@ class World:
                     continue
                 maker.asks += 1
                 wanted = free * self.rules[stream].group_size
-                leases = ledger.lease(maker.name, ask=maker.asks, version=maker.version, wanted=wanted, now=self.now)
+                leases = ledger.lease(LeaseRequest(maker.name, maker.asks, maker.version, wanted), now=self.now)
                 lengths = [self.length(lease.number) / maker.speed for lease in leases]
                 for lease, length in zip(leases, lengths, strict=True):
                     maker.busy.add((stream, lease))
@@ -149,7 +149,6 @@ class World:
         self.is_training = False
         for stream, ledger in enumerate(self.ledgers):
             ledger.mark_trained(self.version)
-            ledger.note_version_time(self.now)
             self.fates.update(self.picked[stream])
             self.picked[stream] = []
         for maker in self.makers.values():

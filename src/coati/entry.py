@@ -241,7 +241,7 @@ def execute(
     `on_begin` is called when everything is loaded and training begins; `parts` are fields of `coati.build.Parts`.
     """
     started, train, folder = time.monotonic(), config.train, config.output_folder
-    open_folder = open_run_folder(config, overwrite=overwrite, is_resumed=start is not None)
+    open_folder = open_run_folder(config, overwrite=overwrite, is_resumed=start is not None, is_sync=sync)
     with open_folder as begin_in_folder, contextlib.ExitStack() as stack:
 
         def begin() -> None:

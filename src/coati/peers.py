@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
 _POLL_SECONDS = 0.1
+_MESSAGE_SECONDS = 30.0  # between two messages about the same wait
 
 
 class Peer(ABC):
@@ -76,7 +77,6 @@ class Peers(ABC):
                 deadline_seconds=timeout,
                 what=lambda: f"the {role} actor {name!r} to appear",
                 slice_seconds=_POLL_SECONDS,
-                message_every=10.0,
             )
         except DeadlineExceeded:
             raise ActorNotFound(
@@ -182,16 +182,15 @@ def wait_in_slices(
     deadline_seconds: float,
     what: Callable[[], str],
     slice_seconds: float = 1.0,
-    message_every: float = 30.0,
     last_progress: Callable[[], float] = lambda: 0.0,
 ) -> Found:
-    """Repeat `attempt(seconds)` until it returns something true; log every `message_every` seconds what is waited for.
+    """Repeat `attempt(seconds)` until it returns something true; log now and then what is waited for.
 
     An attempt may raise, to end the wait early (a stop signal, a dead peer). The deadline counts from the start or, if
     that was later, from `last_progress()`, a time of the monotonic clock.
     """
     started = now = time.monotonic()
-    next_message = started + message_every
+    next_message = started + _MESSAGE_SECONDS
 
     def seconds_left() -> float:
         return max(started, last_progress()) + deadline_seconds - now
@@ -202,5 +201,5 @@ def wait_in_slices(
             raise DeadlineExceeded(f"waited {deadline_seconds:g} s for {what()}.")
         if now >= next_message:
             logger.info("waiting for %s (%.0f s so far)", what(), now - started)
-            next_message = now + message_every
+            next_message = now + _MESSAGE_SECONDS
     return found

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from coati.config import RunSettings, dump_config, load_config
+from coati.config.plan import read_json
 from coati.errors import ConfigError
 from coati.monitor import read_jsonl
 
@@ -80,7 +81,9 @@ def check_inputs_outside(config: RunSettings) -> None:
 
 
 @contextlib.contextmanager
-def open_run_folder(config: RunSettings, *, overwrite: bool, is_resumed: bool = False) -> Iterator[Callable[[], None]]:
+def open_run_folder(
+    config: RunSettings, *, overwrite: bool, is_resumed: bool = False, is_sync: bool = False
+) -> Iterator[Callable[[], None]]:
     """Make the output folder and hold it for a run inside the `with` block.
 
     Gives a function to call when training begins: it deletes what an earlier run wrote, unless that one is resumed, and
@@ -90,7 +93,7 @@ def open_run_folder(config: RunSettings, *, overwrite: bool, is_resumed: bool = 
     check_run_folder(config, overwrite=overwrite or is_resumed)
     with contextlib.ExitStack() as stack:
         with _as_config_error(folder):
-            stack.enter_context(_held(folder))
+            stack.enter_context(_held(folder, is_sync=is_sync))
             _delete(folder, [_CONTROL])
         yield lambda: _begin(config, is_resumed=is_resumed)
 
@@ -140,12 +143,12 @@ def _check_owner(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
+def _held(folder: Path, *, is_sync: bool) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / MARKER).open("a+", encoding="utf-8") as file:
         _lock(file, folder, fcntl.LOCK_EX)
         file.truncate(0)
-        json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "is_sync": is_sync}, file)
         file.flush()
         yield
 
@@ -180,6 +183,11 @@ def ask_for_makers(folder: Path, makers: int) -> None:
         raise ConfigError(
             f"RUN_FOLDER must be the output folder (run.output) of a run that is training, got {str(folder)!r}, where "
             "none is alive."
+        )
+    if (read_json(folder / MARKER) or {}).get("is_sync"):
+        raise ConfigError(
+            f"the run in {str(folder)!r} was started with --sync and has one maker, in its own process. Start runs "
+            "whose number of makers may change without --sync."
         )
     written = folder / f".{_CONTROL}.{os.getpid()}"
     written.write_text(json.dumps({"makers": makers}), encoding="utf-8")

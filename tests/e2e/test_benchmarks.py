@@ -119,7 +119,7 @@ def test_a_batch_of_the_training_step_has_the_tokens_it_says(kind):
 def test_what_goes_through_the_buffer_are_the_bytes_that_go_through_ray():
     from buffer import make_items
 
-    from coati.experience_buffer import make_experience_batch
+    from coati.experience_buffer.utils import make_experience_batch
 
     items = make_items(4, prompt=3, response=2, seed=0)
     batch = make_experience_batch(items)

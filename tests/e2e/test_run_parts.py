@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 
 import pytest
@@ -331,6 +332,25 @@ def test_a_model_with_code_of_its_own_is_refused_without_a_question(tmp_path, mo
         with pytest.raises(ConfigError):
             load(config)
     assert asked == []
+
+
+class Unsafe:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_code_in_a_file_of_weights_is_refused_and_does_not_run(model_folder, tmp_path):
+    shutil.copytree(model_folder, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save({"weight": Unsafe(tmp_path / "it ran")}, tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        build.trainer_models(config_of(model={"path": str(tmp_path / "model")}))
+    assert not (tmp_path / "it ran").exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"not a pickle", b"PK\x03\x04 cut off"])

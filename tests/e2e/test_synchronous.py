@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from coati.config import build_config
 from coati.config.algorithm import ALGORITHMS
 from coati.errors import DataError, DeadlineExceeded, RewardError, TrainingDiverged
-from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_buffer.buffer import LeasedBuffer
 from coati.ledger.audit import audit_run
 from coati.monitor import read_jsonl
 from coati.monitor.run_log import RunLog

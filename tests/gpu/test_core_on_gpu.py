@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 from weight_testing import Maker, deliver, messages_of
 
 from coati.config import TrainSettings
-from coati.experience_buffer import make_experience_batch, split_experience_batch
+from coati.experience_buffer.utils import make_experience_batch, split_experience_batch
 from coati.experience_maker import NaiveExperienceMaker
 from coati.models import Actor, Critic, RewardModel
 from coati.trainer.ppo import PPOLearner

@@ -15,7 +15,7 @@ from coati.config import TrainSettings, load_config
 from coati.devices import device_errors_explained
 from coati.errors import AcceleratorFailed, OutOfMemory
 from coati.experience import Experience
-from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_buffer.buffer import LeasedBuffer
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.ledger import LedgerRules

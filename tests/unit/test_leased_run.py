@@ -21,7 +21,7 @@ from coati.background import run_in_background
 from coati.batching import make_experience_batch
 from coati.config import Deadlines
 from coati.experience import Sample
-from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_buffer.buffer import LeasedBuffer
 from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline

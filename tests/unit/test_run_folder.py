@@ -241,3 +241,9 @@ def test_only_a_run_that_lives_is_asked(config, tmp_path, monkeypatch, capsys):
             main()
         assert stopped.value.code == 2
         assert expected in capsys.readouterr().err
+
+
+def test_a_synchronous_run_refuses_other_makers(config):
+    with open_run_folder(config, overwrite=True, is_sync=True), pytest.raises(ConfigError, match="--sync"):
+        ask_for_makers(config.output_folder, 2)
+    assert not (config.output_folder / "control.json").exists()

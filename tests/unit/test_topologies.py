@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 
-from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_buffer.buffer import LeasedBuffer
 from coati.experience_maker.base import MakerBatch
 from coati.experience_maker.work_source import LeasedPrompts
 from coati.ledger import LedgerRules

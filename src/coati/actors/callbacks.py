@@ -9,7 +9,6 @@ They are pickled into the Ray actors and run there, in the thread of the loop: w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from coati.counting import format_seconds
@@ -79,19 +78,6 @@ class TrainerCallback(_Callback):
     def on_update_end(self) -> None: ...
 
 
-def dispatch(
-    callbacks: Iterable[MakerCallback | TrainerCallback], timeline: Timeline, hook_name: str, *args: object
-) -> None:
-    """Run one hook on each callback, in order; a note on what one raises names it and the hook."""
-    for callback in callbacks:
-        callback.timeline = timeline
-        try:
-            getattr(callback, hook_name)(*args)
-        except Exception as error:
-            error.add_note(f"raised in the callback {type(callback).__qualname__}, hook {hook_name}")
-            raise
-
-
 class _PerformanceEvaluator(_Callback):
     """Counts what a loop does, and reads off the timeline what that took; `str` summarizes it."""
 
@@ -145,14 +131,9 @@ class ExperienceMakerPerformanceEvaluator(_PerformanceEvaluator, MakerCallback):
         scored = actor_num_params + critic_num_params + initial_model_num_params + reward_model_num_params
         self.flops_per_token = 2.0 * (actor_num_params + scored)
 
-    def on_loop_start(self) -> None:
-        self._begin()
-
-    def on_make_experience_end(self, experience: Experience) -> None:
-        self._count(experience)
-
-    def on_loop_end(self) -> None:
-        self._end()
+    on_loop_start = _PerformanceEvaluator._begin
+    on_make_experience_end = _PerformanceEvaluator._count
+    on_loop_end = _PerformanceEvaluator._end
 
 
 class TrainerPerformanceEvaluator(_PerformanceEvaluator, TrainerCallback):
@@ -188,8 +169,7 @@ class TrainerPerformanceEvaluator(_PerformanceEvaluator, TrainerCallback):
     def on_batch_end(self, metrics: dict[str, float], experience: Experience) -> None:  # noqa: ARG002
         self._count(experience)
 
-    def on_fit_end(self) -> None:
-        self._end()
+    on_fit_end = _PerformanceEvaluator._end
 
 
 def num_parameters(model: Any) -> int:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from coati.actors.callbacks import MakerCallback, TrainerCallback, dispatch
+from coati.actors.callbacks import MakerCallback, TrainerCallback
 from coati.errors import ConfigError
 from coati.experience_buffer.buffer import SampleBuffer
 from coati.monitor.records import RecordLog, RecordPage
@@ -43,18 +43,12 @@ class Host:
 class Progress(NamedTuple):
     """Where a trainer or a maker stands."""
 
-    state: str
-    """ "idle", "working", "finished" or "failed"."""
-    version: int
-    """That of its weights."""
-    num_samples: int
-    """Samples that were delivered, or trained on."""
-    num_batches: int = 0
-    """Steps of a trainer."""
-    num_waiting: int = 0
-    """Whole batches in its buffer."""
-    has_weights: bool = True
-    """Whether all weights of a maker came from a trainer."""
+    state: str  # "idle", "working", "finished" or "failed"
+    version: int  # that of its weights
+    num_samples: int  # that were delivered, or trained on
+    num_batches: int = 0  # steps of a trainer
+    num_waiting: int = 0  # whole batches in its buffer
+    has_weights: bool = True  # whether all weights of a maker came from a trainer
 
 
 class Report(NamedTuple):
@@ -84,8 +78,14 @@ class Worker:
         self.host.stop.set()
 
     def notify(self, hook: str, *args: Any) -> None:
-        """Run a hook of the callbacks."""
-        dispatch(self.callbacks, self._timeline, hook, *args)
+        """Run a hook of each callback, in order; a note on what one raises names it and the hook."""
+        for callback in self.callbacks:
+            callback.timeline = self._timeline
+            try:
+                getattr(callback, hook)(*args)
+            except Exception as error:
+                error.add_note(f"raised in the callback {type(callback).__qualname__}, hook {hook}")
+                raise
 
     def progress(self) -> Progress:
         """Return where it stands."""

@@ -39,27 +39,18 @@ class TrainerOptions:
     """Staleness bound, whether only adapters are sent, and chunk size; the rest is not the trainer's."""
     deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     seed: int = 0
-    num_threads: int = 0
-    """CPU threads of torch; 0 leaves them alone."""
-    max_response_tokens: int = 0
-    """Longest response, which `algorithm.normalization = "constant"` divides by."""
-    save_folder: Path | None = None
-    """Where checkpoints go (`train.save_every`); None saves none."""
-    resume: Path | None = None
-    """The checkpoint that training continues from; all ranks must see it."""
-    tokenizer: Callable[[], Any] | None = None
-    """Loads the tokenizer that is saved with the actor; None saves none."""
-    rules: LedgerRules | None = None
-    """What makers lease work by; None takes what comes."""
-    journal: Path | None = None
-    """Where the account of all leases is written."""
+    num_threads: int = 0  # CPU threads of torch; 0 leaves them alone
+    max_response_tokens: int = 0  # longest response, which `algorithm.normalization = "constant"` divides by
+    save_folder: Path | None = None  # where checkpoints go (`train.save_every`); None saves none
+    resume: Path | None = None  # the checkpoint that training continues from; all ranks must see it
+    tokenizer: Callable[[], Any] | None = None  # loads the tokenizer that is saved with the actor; None saves none
+    rules: LedgerRules | None = None  # what makers lease work by; None takes what comes
+    journal: Path | None = None  # where the account of all leases is written
     run_name: str = ""
     incarnation: int = 0
     """How often the trainers of the run were started again; makers refuse those that others have replaced."""
-    evaluations: Callable[..., EvalSchedule] = EvalSchedule
-    """Makes the schedule of evaluations, which the first trainer has."""
-    learner: Callable[..., PPOLearner] = PPOLearner
-    """What makes the learner: a subclass with another loss, for example."""
+    evaluations: Callable[..., EvalSchedule] = EvalSchedule  # makes the schedule, which the first trainer has
+    learner: Callable[..., PPOLearner] = PPOLearner  # makes the learner: a subclass with another loss, for example
 
     @classmethod
     def of_run(
@@ -114,14 +105,11 @@ class MakerOptions:
     deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     logging: LoggingSettings = dataclasses.field(default_factory=LoggingSettings)
     seed: int = 0
-    num_threads: int = 0
-    """CPU threads of torch; 0 leaves them alone."""
-    incarnation: int = 0
-    """Greater than those of all makers that had its name before."""
+    num_threads: int = 0  # CPU threads of torch; 0 leaves them alone
+    incarnation: int = 0  # greater than those of all makers that had its name before
     rules: LedgerRules | None = None
     """What trainers lease work by; they bound how old training data gets. None makes all that comes."""
-    evaluations: Callable[..., EvaluationWork] | None = None
-    """Makes what evaluates for the run; None evaluates nothing."""
+    evaluations: Callable[..., EvaluationWork] | None = None  # makes what evaluates for the run
     maker: Callable[..., ExperienceMaker] = NaiveExperienceMaker
     """Makes the maker: a class or function that takes the four models and, of the keywords algorithm, seed and engine,
     those that it declares."""

@@ -21,7 +21,7 @@ from coati.devices import set_up_cpu
 from coati.errors import CheckpointError, CoatiError, DeadlineExceeded, StalenessExceeded
 from coati.evaluation.schedule import EvalJob
 from coati.experience import Experience
-from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_buffer.buffer import LeasedBuffer
 from coati.ledger.journal import Journal
 from coati.models import as_critic
 from coati.monitor.records import READ_KEPT
@@ -180,13 +180,18 @@ class PlainPPOTrainer(Trainer):
     def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
         """Send all weights to the makers, and wait until they have them.
 
-        While `fit` trains, they get what its episode has made of the version so far.
+        What was trained since the last version, by hand or by an episode of `fit` so far, is a version of its own.
         """
         self._refuse_in_group_fit("sync its makers", "fit sends new weights after every episode")
         self._sender.settle()  # before the lock, which a step waits for
         with self._hold_weights():
-            if self._state != "working":
-                self.version += self._num_steps_unpublished > 0  # trained by hand since the last version
+            if self._num_steps_unpublished > 0:
+                if self._leased is not None and self._state == "working":
+                    raise CoatiError(
+                        "a trainer that leases work cannot sync its makers in the middle of an episode: versions are "
+                        "what its leases count. fit sends new weights after every episode; sync before or after fit."
+                    )
+                self.version += 1
             super().sync_models_to_remote_makers(**kwargs)
         if self._sync is not None:
             self._sender.end_update(self._sync)
@@ -267,7 +272,8 @@ class PlainPPOTrainer(Trainer):
     def publish(self) -> None:
         """Send the makers the next version."""
         self._version_metrics = trainer_metrics(self._timeline.take())
-        super().publish()
+        with self._hold_weights():  # a sync may make a version too
+            super().publish()
 
     def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
         """Save a checkpoint if `train.save_every` says so, or a run is stopped."""

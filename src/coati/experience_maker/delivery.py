@@ -27,6 +27,7 @@ class _InFlight:
     first_sent: float
 
 
+@dataclasses.dataclass(eq=False)
 class ItemSender:
     """Sends items to the trainers that they were leased from; those without a lease to all in turn, across batches.
 
@@ -35,30 +36,21 @@ class ItemSender:
     same ids, so no item is trained on twice. After a stop, trainers have the grace time to acknowledge.
     """
 
-    def __init__(
-        self,
-        trainer_names: Sequence[str],
-        *,
-        peers: Peers,
-        sender: str,
-        deadlines: Deadlines,
-        max_in_flight: int = 2,
-        should_stop: Callable[[], bool] = lambda: False,
-        timeline: Timeline | None = None,
-        retry_seconds: float = 0.5,
-    ) -> None:
-        self._peers = peers
-        self._sender = sender
-        self._deadlines = deadlines
-        self._max_in_flight = max_in_flight
-        self._should_stop = should_stop
-        self._timeline = timeline or Timeline()
-        self._retry_seconds = retry_seconds
-        self._trainers = tuple(trainer_names)
-        self._alive = list(trainer_names)
+    trainers: Sequence[str]
+    _: dataclasses.KW_ONLY
+    peers: Peers
+    sender: str
+    deadlines: Deadlines
+    max_in_flight: int = 2
+    should_stop: Callable[[], bool] = lambda: False
+    timeline: Timeline = dataclasses.field(default_factory=Timeline)
+    retry_seconds: float = 0.5
+    num_delivered: int = 0
+
+    def __post_init__(self) -> None:
+        self._alive = list(self.trainers)
         self._turn = 0
         self._in_flight: list[_InFlight] = []  # the oldest first
-        self.num_delivered = 0
         self._stopped_at: float | None = None
 
     def send(self, items: Sequence[BufferItem]) -> None:
@@ -67,7 +59,7 @@ class ItemSender:
         for item in items:
             by_trainer.setdefault(self._trainer_of(item), []).append(item)
         for trainer, part in by_trainer.items():
-            while sum(flight.trainer == trainer for flight in self._in_flight) >= self._max_in_flight:
+            while sum(flight.trainer == trainer for flight in self._in_flight) >= self.max_in_flight:
                 self._await_acknowledgement(self._in_flight[0])
             delivery_id = uuid.uuid4().hex
             for item in part:
@@ -91,16 +83,16 @@ class ItemSender:
 
     def _trainer_of(self, item: BufferItem) -> str:
         if item.lease is not None:
-            return self._trainers[item.lease[0] % len(self._trainers)]
+            return self.trainers[item.lease[0] % len(self.trainers)]
         if not self._alive:
             raise PeerDied(
-                f"maker {self._sender} has no trainer to send experience to: all died. See their logs for the cause."
+                f"maker {self.sender} has no trainer to send experience to: all died. See their logs for the cause."
             )
         self._turn += 1
         return self._alive[(self._turn - 1) % len(self._alive)]
 
     def _call(self, trainer: str, items: list[BufferItem], first_sent: float) -> None:
-        peer = self._peers.find(trainer, role="trainer", timeout=self._deadlines.start_seconds)
+        peer = self.peers.find(trainer, role="trainer", timeout=self.deadlines.start_seconds)
         self._in_flight.append(_InFlight(peer.call("buffer_extend", ItemBundle(items)), trainer, items, first_sent))
 
     def _await_acknowledgement(self, flight: _InFlight) -> None:
@@ -108,12 +100,12 @@ class ItemSender:
         self._in_flight.remove(flight)
         trainer, items = flight.trainer, flight.items
         try:
-            with self._timeline.span("wait_room"):
+            with self.timeline.span("wait_room"):
                 wait_in_slices(
                     lambda seconds: bool(wait([flight.call], seconds).done) or self._gives_up(),
-                    deadline_seconds=self._deadlines.batch_seconds,
+                    deadline_seconds=self.deadlines.batch_seconds,
                     what=lambda: (
-                        f"trainer {trainer} to accept {len(items)} items of maker {self._sender} (its buffer is full: "
+                        f"trainer {trainer} to accept {len(items)} items of maker {self.sender} (its buffer is full: "
                         "is fit running?)"
                     ),
                     slice_seconds=_SLICE_SECONDS,
@@ -122,18 +114,16 @@ class ItemSender:
                 flight.call.result(0)
                 self.num_delivered += len(items)
             else:
-                logger.warning(
-                    "maker %s stops; trainer %s has not accepted %d items", self._sender, trainer, len(items)
-                )
+                logger.warning("maker %s stops; trainer %s has not accepted %d items", self.sender, trainer, len(items))
         except PeerUnavailable as error:
             # The call may or may not have been executed, and the same id makes another safe.
             waited = time.monotonic() - flight.first_sent
-            if waited >= self._deadlines.batch_seconds:
+            if waited >= self.deadlines.batch_seconds:
                 raise DeadlineExceeded(
-                    f"maker {self._sender} tried for {waited:.0f} s to reach trainer {trainer}, which is alive but "
+                    f"maker {self.sender} tried for {waited:.0f} s to reach trainer {trainer}, which is alive but "
                     f"does not answer: {error}"
                 ) from None
-            time.sleep(self._retry_seconds)
+            time.sleep(self.retry_seconds)
             self._call(trainer, items, flight.first_sent)
         except PeerDied as error:
             logger.warning("trainer %s died: %s", trainer, error)
@@ -141,15 +131,15 @@ class ItemSender:
                 self._alive = [name for name in self._alive if name != trainer]
                 self.send(items)
             else:
-                self._peers.forget(trainer)  # its successor may take its name
+                self.peers.forget(trainer)  # its successor may take its name
         except RemoteError as error:
-            error.cause.add_note(f"raised in trainer {trainer}, which maker {self._sender} sends to")
+            error.cause.add_note(f"raised in trainer {trainer}, which maker {self.sender} sends to")
             raise error.cause from None
 
     def _gives_up(self) -> bool:
         """Whether a stop came longer ago than the grace time."""
-        if not self._should_stop():
+        if not self.should_stop():
             return False
         now = time.monotonic()
         self._stopped_at = now if self._stopped_at is None else self._stopped_at
-        return now - self._stopped_at >= self._deadlines.grace_seconds
+        return now - self._stopped_at >= self.deadlines.grace_seconds

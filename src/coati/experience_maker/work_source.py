@@ -1,5 +1,6 @@
 """Where a maker's work comes from: leases from trainers, and the prompts that these stand for, or a data loader."""
 
+import dataclasses
 import itertools
 import time
 from abc import ABC, abstractmethod
@@ -89,63 +90,48 @@ class LoaderPrompts(WorkSource):
             )
 
 
+@dataclasses.dataclass(eq=False)
 class LeasedPrompts(WorkSource):
     """Batches of prompts for which this maker holds leases: each request asks all trainers for equal parts."""
 
     wait_name = "wait_weights"  # leases come with new weights
 
-    def __init__(
-        self,
-        stream: PromptStream,
-        trainer_names: Sequence[str],
-        rules: LedgerRules,
-        served: ServedModels,
-        *,
-        peers: Peers,
-        maker: str,
-        incarnation: int = 0,
-        deadlines: Deadlines | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
-        other_work: Callable[[], OtherWork | None] = lambda: None,
-    ) -> None:
-        """`other_work` is asked first, each time; what it returns comes before leases."""
-        self._stream = stream
-        self._trainers = tuple(trainer_names)
-        self._rules = rules
-        self._peers = peers
-        self._maker = maker
-        self._served = served
-        self._incarnation = incarnation
-        self._deadlines = deadlines or Deadlines()
-        self._should_stop = should_stop
-        self._other_work = other_work
-        self.capacity = stream.samples_per_batch
-        self.least = rules.group_size * len(self._trainers)
+    stream: PromptStream
+    trainers: Sequence[str]
+    rules: LedgerRules
+    served: ServedModels
+    _: dataclasses.KW_ONLY
+    peers: Peers
+    maker: str
+    incarnation: int = 0
+    deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
+    should_stop: Callable[[], bool] = lambda: False
+    other_work: Callable[[], OtherWork | None] = lambda: None  # is asked first, and comes before leases
+
+    def __post_init__(self) -> None:
+        self.awaited = f"leases for maker {self.maker}"
+        self.capacity = self.stream.samples_per_batch
+        self.least = self.rules.group_size * len(self.trainers)
         self._num_requests = 0
         # What trainers have not been told. Leases are asked for in another thread, but each change of a list is whole.
-        self._endings: dict[str, list[Ending]] = {name: [] for name in self._trainers}
+        self._endings: dict[str, list[Ending]] = {name: [] for name in self.trainers}
 
     def draw(self, room: int) -> list[Sample] | OtherWork | None:
         """Wait for leases as long as trainers answer; None after a stop."""
-        while not self._should_stop():
+        while not self.should_stop():
             if (found := self.poll(room)) is not None:
                 return found
-            self._wait(_POLL_SECONDS)
+            self.served.wait_for_version(self.served.version + 1, deadline_seconds=_POLL_SECONDS)
         return None
-
-    @property
-    def awaited(self) -> str:  # type: ignore[override]
-        """What its maker waits for."""
-        return f"leases for maker {self._maker}, which serves version {self._served.version}"
 
     def poll(self, room: int) -> list[Sample] | OtherWork | None:
         """Ask once; None if nothing may be made now."""
-        if (work := self._other_work()) is not None:
+        if (work := self.other_work()) is not None:
             return work
-        size = self._rules.group_size
-        wanted = max(size, room // len(self._trainers) // size * size)
+        size = self.rules.group_size
+        wanted = max(size, room // len(self.trainers) // size * size)
         epochs = dict(sorted(self._request(wanted)))
-        samples, unusable = self._stream.batch(list(epochs), group_size=size)
+        samples, unusable = self.stream.batch(list(epochs), group_size=size)
         for number, reason in unusable.items():
             self._end(Lease(number, epochs[number]), f"prompt skipped, {reason}")
         for sample in samples:
@@ -155,7 +141,7 @@ class LeasedPrompts(WorkSource):
     @property
     def num_skipped(self) -> int:  # type: ignore[override]
         """Prompts that were skipped so far."""
-        return self._stream.skipped.total()
+        return self.stream.skipped.total()
 
     def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
         """Put leases on the items of a batch, and end those of dropped ones; returns the items of complete groups."""
@@ -166,7 +152,7 @@ class LeasedPrompts(WorkSource):
             made[leases[int(item.sample_ids)]].append(item)
         for lease, group in made.items():
             assert lease is not None
-            if len(group) < self._rules.group_size:
+            if len(group) < self.rules.group_size:
                 self._end(Lease(*lease), *_why_it_ends([one for one in batch.samples if one.lease == lease], batch))
                 group.clear()
             for item in group:
@@ -178,41 +164,32 @@ class LeasedPrompts(WorkSource):
         self._request(0)
 
     def _end(self, lease: Lease, reason: str, fate: str = "drop") -> None:
-        self._endings[self._trainers[lease.number % len(self._trainers)]].append(Ending(lease, reason, fate))
+        self._endings[self.trainers[lease.number % len(self.trainers)]].append(Ending(lease, reason, fate))
 
     def _request(self, wanted: int) -> list[Lease]:
         """Ask each trainer for so many samples; returns the leases that were granted."""
-        trainer_incarnation = self._served.incarnation  # before the version, which must not be from before them
-        version = self._served.version
+        trainer_incarnation = self.served.incarnation  # before the version, which must not be from before them
+        version = self.served.version
         self._num_requests += 1
+        common = {"incarnation": self.incarnation, "trainer_incarnation": trainer_incarnation}
         granted: list[Lease] = []
-        for name in self._trainers:
+        for name in self.trainers:
             request = LeaseRequest(
-                self._maker,
-                self._num_requests,
-                version,
-                wanted,
-                endings=tuple(self._endings[name]),
-                incarnation=self._incarnation,
-                trainer_incarnation=trainer_incarnation,
+                self.maker, self._num_requests, version, wanted, tuple(self._endings[name]), **common
             )
-            leases = self._peers.ask(
+            leases = self.peers.ask(
                 name,
                 "lease",
                 request,
-                what=f"leases of maker {self._maker} (deadlines.update_seconds)",
-                seconds=self._deadlines.update_seconds,
-                should_stop=self._should_stop,
+                what=f"leases of maker {self.maker} (deadlines.update_seconds)",
+                seconds=self.deadlines.update_seconds,
+                should_stop=self.should_stop,
             )
             if leases is not None:
                 self.last_answer = time.monotonic()
                 del self._endings[name][: len(request.endings)]
                 granted += [Lease(*lease) for lease in leases]
         return granted
-
-    def _wait(self, seconds: float) -> None:
-        """Wait until new weights serve, or for so many seconds."""
-        self._served.wait_for_version(self._served.version + 1, deadline_seconds=seconds)
 
 
 def _why_it_ends(samples: list[Sample], batch: MakerBatch) -> tuple[str, str]:

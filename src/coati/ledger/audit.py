@@ -50,6 +50,11 @@ class Group:
         return self.state if self.state in FATES else "open"
 
     @property
+    def age(self) -> int:
+        """When it was trained on, in versions."""
+        return self.trained_at - self.granted_at
+
+    @property
     def details(self) -> str:
         """Why it was dropped, or where it is."""
         if self.fate != "open":
@@ -82,20 +87,16 @@ class StreamAccount:
                 if group.state == "open":
                     group.state = "returned"
                     self.repeats["returned", "the run was resumed"] += 1
-            return
-        if kind == "publish":
-            return
-        if kind == "refuse":
+        elif kind == "refuse":
             self.repeats["refused", "delivered too late, or twice"] += len(event[kind])
-            return
-        if kind == "train":
+        elif kind == "train":
             samples = event.get("samples", event["train"] * self.rules.samples_per_version)
             end = -(-samples // self.rules.group_size)  # a stop may leave a group trained on in part
-            numbers = self._picked[self._num_trained - self._num_before : end - self._num_before]
-        else:
-            numbers = event[kind]
-        for number in numbers:
-            self._move(number, kind, event)
+            for number in self._picked[self._num_trained - self._num_before : end - self._num_before]:
+                self._move(number, kind, event)
+        elif kind != "publish":
+            for number in event[kind]:
+                self._move(number, kind, event)
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
         """The run has another number of trainers: groups without a fate were divided among them again."""
@@ -123,16 +124,11 @@ class StreamAccount:
         elif kind == "train":
             group.trained_at = self._num_trained * self.rules.group_size // self.rules.samples_per_version
             self._num_trained += 1
-            self._check_age(number, group)
+            bound = self.rules.max_staleness
+            if group.age < 0 or (bound is not None and group.age > bound):
+                versions = f"trained at version {group.trained_at}, granted at {group.granted_at}"
+                self.problems.append(f"group {number}: {versions}, max_staleness {bound}")
         group.state, group.reason = after, event.get("reason", "")
-
-    def _check_age(self, number: int, group: Group) -> None:
-        age, bound = group.trained_at - group.granted_at, self.rules.max_staleness
-        if age < 0 or (bound is not None and age > bound):
-            self.problems.append(
-                f"group {number}: trained at version {group.trained_at}, granted at {group.granted_at}, max_staleness "
-                f"{bound}"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,22 +141,19 @@ class RunAccount:
     @property
     def problems(self) -> list[str]:
         """Why the account does not close; empty if it does."""
+        found = [problem for stream in self.streams for problem in stream.problems]
         trained_by: dict[int, list[int]] = {}  # a number may move to another trainer, as long as it has no fate
         for stream in self.streams:
             for number, group in stream.groups.items():
                 if group.state == "trained":
                     trained_by.setdefault(number, []).append(stream.rules.stream)
-        twice = {number: trainers for number, trainers in sorted(trained_by.items()) if len(trainers) > 1}
-        return [
-            *(problem for stream in self.streams for problem in stream.problems),
-            *(f"group {number}: trained by each of trainers {trainers}" for number, trainers in twice.items()),
-        ]
+        twice = [number for number in sorted(trained_by) if len(trained_by[number]) > 1]
+        return found + [f"group {number}: trained by each of trainers {trained_by[number]}" for number in twice]
 
     @property
     def oldest(self) -> int:
         """The greatest age of a group that was trained on, in versions."""
-        trained = (group for group in self._groups if group.state == "trained")
-        return max((group.trained_at - group.granted_at for group in trained), default=0)
+        return max((group.age for group in self._groups if group.state == "trained"), default=0)
 
     @property
     def num_trained(self) -> int:

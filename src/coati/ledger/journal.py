@@ -124,7 +124,7 @@ class Journal:
             if header.startswith(path.read_bytes()):  # new, or its writer died before it had recorded anything
                 self._append(header)
             else:
-                self._continue(None if is_resumed else rules, run)
+                self._continue(read_journal(path), None if is_resumed else rules, run)
         except BaseException:
             os.close(self._file)
             raise
@@ -171,15 +171,11 @@ class Journal:
             else:
                 return
 
-    def _continue(self, rules: LedgerRules | None, run: str) -> None:
-        there = read_journal(self.path)
-        before = {"run": there.run, **dataclasses.asdict(there.rules)}
-        now = {"run": run, **dataclasses.asdict(rules or there.rules)}
-        if before != now:
-            changes = ", ".join(f"{key} {before[key]!r}, now {now[key]!r}" for key in now if now[key] != before[key])
+    def _continue(self, there: JournalContent, rules: LedgerRules | None, run: str) -> None:
+        if (there.run, there.rules) != (run, rules or there.rules):
             raise CheckpointError(
-                f"The journal {str(self.path)!r} cannot be continued, because it was written with other settings: "
-                f"{changes}. Use the same settings, or another run.output."
+                f"The journal {str(self.path)!r} cannot be continued, because it was written by run {there.run!r} with "
+                f"{there.rules}, and this is {run!r} with {rules}. Use the same settings, or another run.output."
             )
         self._end, self.num_events = there.num_bytes, there.num_events
         if there.num_cut:
@@ -206,19 +202,6 @@ class Journal:
             f"The journal {str(self.path)!r} cannot be written: {error.strerror}. What it holds so far is intact. "
             + ("Free space on that disk." if is_full else "Check the disk and the folder's permissions.")
         )
-
-
-def resume_event(
-    version: int,
-    events: int | None,
-    rules: LedgerRules,
-    *,
-    first_epoch: int = 0,
-    state: Mapping[str, Any] | None = None,
-) -> Event:
-    """The event with which a run continues from a checkpoint, as this module's description says."""
-    event: Event = {"resume": version, "events": events, "first_epoch": first_epoch, "rules": dataclasses.asdict(rules)}
-    return event if state is None else {**event, "state": state}
 
 
 def redistribute(rules: LedgerRules, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -260,7 +243,8 @@ def retire_journals(folder: Path, rules: LedgerRules, *, run: str, version: int,
         own = dataclasses.replace(rules, stream=stream)
         num_valid = 0 if events is None else events[stream] if stream < len(events) else None
         journal = Journal(path, own, run=run, is_resumed=True)
-        journal.write([resume_event(version, num_valid, own, state=Ledger(own).state())])
+        resume = {"resume": version, "events": num_valid, "first_epoch": 0, "rules": dataclasses.asdict(own)}
+        journal.write([resume | {"state": Ledger(own).state()}])
         journal.close()
 
 

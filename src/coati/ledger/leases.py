@@ -24,9 +24,10 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from typing import Any, Self
 
-from coati.ledger.rules import Event, Lease, LedgerRules, Paces
+from coati.ledger.rules import Event, Lease, LeaseRequest, LedgerRules, Pace, Paces
 
 _NEVER = 2**62  # the deadline of leases in a run without a bound
+_COUNTERS = ("version", "num_picked", "num_numbers", "num_dropped", "num_trained")
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,7 +47,7 @@ class Ledger:
     """The leases of one trainer. Not thread-safe; `now` is any clock that does not go back.
 
     >>> ledger = Ledger(LedgerRules(samples_per_version=2, total_samples=6, lead=0, max_staleness=0))
-    >>> leases = ledger.lease("maker-0", ask=1, version=0, wanted=8, now=0.0)
+    >>> leases = ledger.lease(LeaseRequest("maker-0", number=1, version=0, wanted=8), now=0.0)
     >>> [lease.number for lease in leases]
     [0, 1]
     >>> ledger.deliver(leases[1:], now=1.0) == leases[1:], ledger.pick()  # 0 comes first
@@ -54,7 +55,7 @@ class Ledger:
     >>> ledger.deliver(leases[:1], now=1.0) == leases[:1], ledger.pick(), ledger.pick()
     (True, 0, 1)
     >>> ledger.mark_trained(version=1)
-    >>> [lease.number for lease in ledger.lease("maker-0", ask=2, version=1, wanted=8, now=2.0)]
+    >>> [lease.number for lease in ledger.lease(LeaseRequest("maker-0", number=2, version=1, wanted=8), now=2.0)]
     [2, 3]
     """
 
@@ -64,14 +65,13 @@ class Ledger:
         self.num_picked = 0  # samples
         self.events: list[Event] = []  # what has changed; the owner takes it from here
         self._first_epoch = 0
-        self._num_numbers = 0  # granted at least once
-        self._num_dropped = 0  # numbers
-        self._num_trained = 0  # samples
+        self.num_numbers = 0  # granted at least once
+        self.num_dropped = 0  # numbers
+        self.num_trained = 0  # samples
         self._works: dict[int, Work] = {}
         self._picked: deque[int] = deque()  # numbers, not trained on yet
         self._returned: list[int] = []  # a heap of numbers
         self._delivered: list[tuple[int, int]] = []  # a heap of (deadline, number)
-        self._in_order: list[int] = []  # on-policy: a heap of numbers that may not have been picked
         self._due: Counter[int] = Counter()  # samples open or delivered, by deadline
         self._answers: dict[str, tuple[tuple[int, int], list[Lease] | None]] = {}  # to the last request, by maker
         self._paces = Paces()
@@ -79,14 +79,15 @@ class Ledger:
 
     # What makers do
 
-    def lease(
-        self, maker: str, *, ask: int, version: int, wanted: int, now: float, incarnation: int = 0
-    ) -> list[Lease]:
-        """Grant leases for up to `wanted` samples to a maker that serves `version`.
+    def lease(self, request: LeaseRequest, *, now: float) -> list[Lease]:
+        """Take account of what came to nothing, and grant leases for up to as many samples as a maker wants.
 
-        `ask` numbers its requests from 1: one that is repeated because its answer was lost gets the same answer, and
-        one that was overtaken by a later one, or comes from a predecessor (a lower `incarnation`), gets nothing.
+        A maker numbers its requests from 1: one that is repeated because its answer was lost gets the same answer, and
+        one that was overtaken by a later one, or comes from a predecessor (a lower incarnation), gets nothing.
         """
+        maker, ask, incarnation, version = request.maker, request.number, request.incarnation, request.version
+        for ending in request.endings:
+            self.drop(ending.lease, ending.reason, fate=ending.fate, now=now)
         (last_incarnation, last_ask), answer = self._answers.get(maker, ((-1, 0), None))
         if (incarnation, ask) == (last_incarnation, last_ask) and answer is not None:
             return answer
@@ -94,16 +95,12 @@ class Ledger:
             return []
         if ask == 1:  # a request of its predecessor may have come after `release`
             self.release(maker, "its maker was started again")
-        pace = self._paces.asking(maker, now)
+        pace = self._paces.setdefault(maker, Pace(since=now))
         numbers: list[int] = []
         size = self.rules.group_size
-        for _ in range(min(wanted, self._share(maker, now) - pace.held) // size):
+        for _ in range(min(request.wanted, self._share(maker, now) - pace.held) // size):
             number = self._next_for(maker, now)
-            # Whether it usually finishes a group before its deadline; where there is none, it need not.
-            can_finish = not self.rules.max_staleness or self._paces.can_finish(
-                maker, self.rules.max_staleness + 1, now
-            )
-            if not can_finish or not self._may_grant(number, version):
+            if not self._may_grant(number, version):
                 break
             self._apply_grant(number, maker, version)
             pace.hold(size, now)
@@ -111,7 +108,7 @@ class Ledger:
         if numbers:
             pace.note_request()
             self.events.append({"grant": numbers, "maker": maker, "version": version})
-        pace.room = 0 if numbers else wanted
+        pace.room = 0 if numbers else request.wanted
         leases = [Lease(number, self._works[number].epoch) for number in numbers]
         self._answers[maker] = (incarnation, ask), leases
         return leases
@@ -123,9 +120,8 @@ class Ledger:
             self.events.append({"refuse": [lease.number for lease in refused]})
             for lease in refused:
                 self._end_late(lease, now, is_made=True)
-        by_maker = Counter(self._works[lease.number].maker for lease in fresh)
-        for maker, groups in by_maker.items():
-            self._paces[maker].note_delivery(groups, self.rules.group_size, now)
+        for lease in fresh:
+            self._paces[self._works[lease.number].maker].end(self.rules.group_size, now)
         if fresh:
             self._change({"deliver": [lease.number for lease in fresh]})
         return fresh
@@ -135,7 +131,7 @@ class Ledger:
         if not self._is_open(lease):
             self._end_late(lease, now, is_made=False)
             return False
-        self._paces[self._works[lease.number].maker].hold(-self.rules.group_size, now)
+        self._paces[self._works[lease.number].maker].end(self.rules.group_size, now, is_made=False)
         self._change({fate: [lease.number], "reason": reason})
         return True
 
@@ -146,7 +142,7 @@ class Ledger:
     def _end_late(self, lease: Lease, now: float, *, is_made: bool) -> None:
         """A maker has ended a lease that may have been taken back from it."""
         if (maker := self._taken_back.pop(lease, None)) is not None:
-            self._paces[maker].note_late(self.rules.group_size, now, is_made=is_made)
+            self._paces[maker].end(self.rules.group_size, now, is_made=is_made)
 
     # What becomes of makers
 
@@ -178,7 +174,6 @@ class Ledger:
             paces = (self._paces[name] for name in quicker.get(work.maker, ()))
             if (pace := next((pace for pace in paces if pace.room >= size), None)) is not None:
                 pace.room -= size
-                self._paces[work.maker].note_taken_back(size, now)
                 self._taken_back[Lease(work.number, work.epoch)] = work.maker
                 numbers.append(work.number)
         if numbers:
@@ -194,9 +189,10 @@ class Ledger:
 
     def pick(self) -> int | None:
         """Choose the next group to train on and return its number; None if it has to come first."""
-        number = self._first_in_order() if self.rules.is_on_policy else self._first_due()
-        if number is not None:
-            self._change({"pick": [number]})
+        if not self._delivered or not self._may_pick(*self._delivered[0]):
+            return None
+        _, number = self._delivered[0]
+        self._change({"pick": [number]})
         return number
 
     def mark_trained(self, version: int, samples: int | None = None) -> None:
@@ -205,11 +201,11 @@ class Ledger:
         due = min(self.num_picked, version * self.rules.samples_per_version)
         self._change({"train": version, "samples": due if samples is None else samples})
 
-    def blocked_by(self) -> dict[str, list[int]]:
-        """Which makers hold the groups that the next batch cannot do without, for messages."""
-        late = [work for work in self._works.values() if work.state in ("open", "returned")]
-        late = [work for work in late if work.state == "returned" or work.deadline <= self._pick_version]
-        return {maker: [work.number for work in late if work.maker == maker] for maker in {w.maker for w in late}}
+    def blocked_by(self) -> Counter[str]:
+        """How many groups that the next batch cannot do without each maker holds, for messages."""
+        open_ones = (work for work in self._works.values() if work.state in ("open", "returned"))
+        due = self._pick_version
+        return Counter(work.maker for work in open_ones if work.state == "returned" or work.deadline <= due)
 
     # The rules
 
@@ -224,14 +220,14 @@ class Ledger:
             quicker = self._paces.quicker_than(self._works[number].slow_maker, now)
             if not quicker or maker in quicker:
                 return number
-        return self._num_numbers * self.rules.num_streams + self.rules.stream
+        return self.num_numbers * self.rules.num_streams + self.rules.stream
 
     def _may_grant(self, number: int, version: int) -> bool:
         rules, size = self.rules, self.rules.group_size
         is_new = number not in self._works
         if is_new:
-            granted = (self._num_numbers - self._num_dropped) * size
-            if granted + size > min(rules.total_samples, rules.limit + self._num_trained):
+            granted = (self.num_numbers - self.num_dropped) * size
+            if granted + size > min(rules.total_samples, rules.limit + self.num_trained):
                 return False
         if rules.max_staleness is None:
             return True
@@ -255,32 +251,16 @@ class Ledger:
         """Samples that can still be picked up to and with version `deadline`."""
         return (deadline + 1) * self.rules.samples_per_version - self.num_picked
 
-    def _first_in_order(self) -> int | None:
-        while self._in_order and self._is_past(self._in_order[0]):
-            heapq.heappop(self._in_order)
-        number = self._in_order[0] if self._in_order else None
-        return number if number is not None and self._works[number].state == "delivered" else None
-
-    def _first_due(self) -> int | None:
-        """The delivered group with the earliest deadline, unless what is due before it needs the room."""
-        while self._delivered and self._is_past(self._delivered[0][1]):
-            heapq.heappop(self._delivered)
-        if not self._delivered:
-            return None
-        deadline, number = self._delivered[0]
+    def _may_pick(self, deadline: int, number: int) -> bool:
+        """Whether a delivered group may be trained on before those that are not: in order, or if they still fit."""
+        if self.rules.is_on_policy:
+            return number == min(number for number, work in self._works.items() if work.state != "picked")
         due = 0
         for earlier in sorted(one for one in self._due if one < deadline):
             due += self._due[earlier]
             if due + self.rules.group_size > self._room_until(earlier):
-                return None
-        return number
-
-    def _is_past(self, number: int) -> bool:
-        return number not in self._works or self._works[number].state == "picked"
-
-    def note_version_time(self, now: float) -> None:
-        """A version has ended: how long versions take decides how much a slow maker gets."""
-        self._paces.note_version(now)
+                return False
+        return True
 
     # Events
 
@@ -297,10 +277,8 @@ class Ledger:
     def _apply_grant(self, number: int, maker: str, version: int) -> None:
         work = self._works.get(number)
         if work is None:
-            self._num_numbers += 1
+            self.num_numbers += 1
             work = self._works[number] = Work(number, epoch=self._first_epoch - 1)
-            if self.rules.is_on_policy:
-                heapq.heappush(self._in_order, number)
         else:
             self._returned.remove(number)
         work.state, work.maker, work.version, work.epoch = "open", maker, version, work.epoch + 1
@@ -319,20 +297,21 @@ class Ledger:
             self._owe(work, -self.rules.group_size)
         elif kind == "pick":
             work.state = "picked"
+            heapq.heappop(self._delivered)  # it is the first
             self._picked.append(work.number)
             self.num_picked += self.rules.group_size
             self._owe(work, -self.rules.group_size)
         else:  # dropped or quarantined
-            self._num_dropped += 1
+            self.num_dropped += 1
             self._owe(work, -self.rules.group_size)
             del self._works[work.number]
 
     def _apply_train(self, version: int, samples: int) -> None:
         self.version = version
         size = self.rules.group_size
-        for _ in range(-(-samples // size) - -(-self._num_trained // size)):  # a stop may leave one trained on in part
+        for _ in range(-(-samples // size) - -(-self.num_trained // size)):  # a stop may leave one trained on in part
             del self._works[self._picked.popleft()]
-        self._num_trained = samples
+        self.num_trained = samples
 
     def _owe(self, work: Work, samples: int) -> None:
         if self.rules.max_staleness is not None:
@@ -345,12 +324,7 @@ class Ledger:
     def state(self) -> dict[str, Any]:
         """Everything that decides what the ledger will do next, as JSON holds it. Rates are measured again."""
         works = [dataclasses.asdict(work) for work in self._works.values()]
-        names = ("version", "num_picked", "_num_numbers", "_num_dropped", "_num_trained")
-        return {
-            **{name.lstrip("_"): getattr(self, name) for name in names},
-            "picked": list(self._picked),
-            "works": works,
-        }
+        return {**{name: getattr(self, name) for name in _COUNTERS}, "picked": list(self._picked), "works": works}
 
     @classmethod
     def restored(cls, rules: LedgerRules, state: Mapping[str, Any], *, first_epoch: int = 0) -> Self:
@@ -360,13 +334,11 @@ class Ledger:
         """
         ledger = cls(rules)
         ledger._first_epoch = first_epoch
-        for name in ("version", "num_picked", "_num_numbers", "_num_dropped", "_num_trained"):
-            setattr(ledger, name, int(state[name.lstrip("_")]))
+        for name in _COUNTERS:
+            setattr(ledger, name, int(state[name]))
         ledger._picked = deque(state["picked"])
         for fields in state["works"]:
             work = ledger._works[fields["number"]] = Work(**fields)
-            if rules.is_on_policy:
-                heapq.heappush(ledger._in_order, work.number)
             if work.state in ("open", "returned"):
                 work.epoch = max(first_epoch, work.epoch + (work.state == "open"))
                 work.state = "returned"

@@ -93,31 +93,19 @@ class Pace:
     """How quickly a maker ends its leases; earlier ones count less and less."""
 
     since: float = 0.0  # when `held` last changed
-    held: int = 0  # samples of its open leases
-    late: int = 0  # samples of leases that were taken back, which it may still be making
+    held: int = 0  # samples that it is making, with those of leases that were taken back
     room: int = 0  # samples that it asked for, if it got none: it has nothing else to do
     samples: float = 0.0  # delivered
     seconds: float = 0.0  # for which it has had samples, added up over these
 
     def hold(self, samples: int, now: float) -> None:
-        """It holds so many more samples, or fewer."""
+        """It has got so many samples to make."""
         self.seconds = self._seconds(now)
         self.held, self.since = self.held + samples, now
 
-    def note_delivery(self, groups: int, size: int, now: float) -> None:
-        """It has delivered groups of `size` samples."""
-        self.hold(-groups * size, now)
-        self.samples += groups * size
-
-    def note_taken_back(self, samples: int, now: float) -> None:
-        """So many samples are taken back from it. Until it ends them, they tell how quick it is like any other."""
+    def end(self, samples: int, now: float, *, is_made: bool = True) -> None:
+        """It has made so many, or will not."""
         self.hold(-samples, now)
-        self.late += samples
-
-    def note_late(self, samples: int, now: float, *, is_made: bool) -> None:
-        """It has ended samples that were taken back."""
-        self.hold(0, now)
-        self.late -= samples
         self.samples += samples * is_made
 
     def note_request(self) -> None:
@@ -126,41 +114,14 @@ class Pace:
 
     def speed(self, now: float, *, at_best: bool = False) -> float:
         """One over the seconds that it has a sample on average; `at_best`: as if it delivered all that it has now."""
-        more = self.held + self.late if at_best else 0
-        return (self.samples + more) / max(1e-9, self._seconds(now))
+        return (self.samples + self.held * at_best) / max(1e-9, self._seconds(now))
 
     def _seconds(self, now: float) -> float:
-        return self.seconds + (self.held + self.late) * (now - self.since)
+        return self.seconds + self.held * (now - self.since)
 
 
 class Paces(dict[str, Pace]):
-    """The paces of all makers of a trainer, by name, and how long its versions take. What follows from these
-    measurements only moves work between makers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._version_began: float | None = None
-        self._seconds_per_version = 0.0
-
-    def asking(self, maker: str, now: float) -> Pace:
-        """The pace of a maker that asks for leases."""
-        if self._version_began is None:
-            self._version_began = now
-        return self.setdefault(maker, Pace(since=now))
-
-    def note_version(self, now: float) -> None:
-        """A version has ended."""
-        if self._version_began is not None:
-            self._seconds_per_version = now - self._version_began
-        self._version_began = now
-
-    def can_finish(self, maker: str, versions: int, now: float) -> bool:
-        """Whether a maker usually finishes a group in so many versions, holds none, or no other is much quicker."""
-        pace = self[maker]
-        if pace.held == 0 or not self._seconds_per_version:
-            return True
-        speed = pace.speed(now, at_best=True)
-        return speed * self._seconds_per_version * versions >= 1.0 or not self.quicker_than(maker, now)
+    """The paces of all makers of a trainer, by name. What follows from them only moves work between makers."""
 
     def quicker_than(self, maker: str, now: float) -> list[str]:
         """Makers that are much quicker than this one, the quickest first; none if it is unknown."""

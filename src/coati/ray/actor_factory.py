@@ -76,7 +76,7 @@ class ActorFactory:
 
     def updated_by(self, rank: int, makers: Iterable[str]) -> list[str]:
         """Return the makers that a trainer updates."""
-        return [name for name in makers if int(name.rpartition("-")[2]) % len(self.trainer_names) == rank]
+        return [name for name in makers if number_of(name) % len(self.trainer_names) == rank]
 
     def kill(self, peer: Peer) -> None:
         """End an actor's process."""
@@ -115,6 +115,11 @@ class ActorFactory:
 def maker_names(count: int) -> list[str]:
     """Name so many makers."""
     return [f"maker-{number}" for number in range(count)]
+
+
+def number_of(name: str) -> int:
+    """Return the number in the name of a maker or trainer."""
+    return int(name.rpartition("-")[2])
 
 
 @ray.remote(num_cpus=0)

@@ -19,9 +19,9 @@ from coati.batching import check_items, pad_items, split_experience_batch
 from coati.config import Deadlines
 from coati.errors import ConfigError, DeadlineExceeded, PeerDied, PeerUnavailable
 from coati.experience import BufferItem, Experience, ItemBundle
-from coati.experience_buffer.buffer import DEFAULT_WAIT_SECONDS, SLICE_SECONDS, SampleBuffer
+from coati.experience_buffer.buffer import SLICE_SECONDS, SampleBuffer
 from coati.peers import Peers, answer
-from coati.ray.peers import RayPeer
+from coati.ray.peers import RayPeer, RayPeers
 
 _ANSWER_SECONDS = 60.0
 # Ids of deliveries that are remembered, to recognise a retry; a maker has two unacknowledged at a time.
@@ -68,19 +68,37 @@ class BatchQueue:
 
 
 class DetachedReplayBuffer(SampleBuffer):
-    """Batches items to `sample_batch_size`; with `limit` > 0 batches waiting, producers block."""
+    """Batches items to `sample_batch_size`; with `limit` > 0 batches waiting, producers block.
 
-    def __init__(self, sample_batch_size: int, limit: int = 0, *, queue: BatchQueue | None = None) -> None:
+    That of a trainer knows the makers by name. While the trainer waits for a batch, it asks them every two seconds
+    whether more experience can still come. A maker's state is the one it reports, or "busy" (no answer yet), "unknown"
+    (it cannot be asked), "missing" (it has not appeared) or "gone".
+    """
+
+    def __init__(
+        self,
+        sample_batch_size: int,
+        limit: int = 0,
+        *,
+        maker_names: Sequence[str] = (),
+        peers: Peers | None = None,
+        deadlines: Deadlines | None = None,
+        queue: BatchQueue | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if sample_batch_size < 1:
             raise ConfigError(f"sample_batch_size must be 1 or more samples, got {sample_batch_size}.")
         if limit < 0:
             raise ConfigError(f"buffer limit must be 0 (no limit) or more batches, got {limit}.")
         super().__init__(sample_batch_size)
         self.limit = limit
-        self._room_seconds = DEFAULT_WAIT_SECONDS
+        self._deadlines = deadlines or Deadlines()
+        self._clock = clock
         self._items: deque[BufferItem] = deque()  # that do not fill a batch
         self._queue = queue or BatchQueue()
         self._deliveries: deque[str] = deque(maxlen=_DELIVERIES_KEPT)
+        self._maker_names, self._peers = maker_names, peers or RayPeers()
+        self.begin_fit()
 
     def append(self, experience: Experience) -> None:
         """Split a batch into items and add them; blocks while the buffer is full."""
@@ -92,7 +110,7 @@ class DetachedReplayBuffer(SampleBuffer):
         If any item is bad, or no room comes in time, none is added.
         """
         check_items(items)
-        timeout_seconds = self._room_seconds if timeout_seconds is None else timeout_seconds
+        timeout_seconds = self._deadlines.batch_seconds if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + timeout_seconds
         with self._lock:
             while (fresh := self._fresh(items)) and self.limit and self.get_length() >= self.limit:
@@ -114,13 +132,6 @@ class DetachedReplayBuffer(SampleBuffer):
 
     def _fresh(self, items: Sequence[BufferItem]) -> list[BufferItem]:
         return [item for item in items if item.delivery_id not in self._deliveries]
-
-    def flush(self) -> Experience | None:
-        """Return the samples that do not fill a batch as a smaller one, to be trained on when no more come."""
-        with self._lock:
-            rest = list(self._items)
-            self._items.clear()
-        return pad_items(rest) if rest else None
 
     def clear(self) -> None:
         """Drop everything. The buffer stays usable."""
@@ -149,33 +160,6 @@ class DetachedReplayBuffer(SampleBuffer):
         entry = self._queue.get()
         return None if entry is None else pickle.loads(entry)
 
-
-class UnleasedBuffer(DetachedReplayBuffer):
-    """The buffer of a trainer whose makers have data loaders of their own. While the trainer waits for a batch, it asks
-    the makers every two seconds whether more experience can still come.
-
-    A maker's state is the one it reports, or "busy" (no answer yet), "unknown" (it cannot be asked), "missing" (it has
-    not appeared) or "gone".
-    """
-
-    def __init__(
-        self,
-        sample_batch_size: int,
-        limit: int,
-        *,
-        maker_names: Sequence[str],
-        deadlines: Deadlines,
-        peers: Peers,
-        queue: BatchQueue | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(sample_batch_size, limit, queue=queue)
-        self._maker_names = maker_names
-        self._room_seconds, self._grace_seconds = deadlines.batch_seconds, deadlines.grace_seconds
-        self._peers = peers
-        self._clock = clock
-        self.begin_fit()
-
     def begin_fit(self) -> None:
         """Look for the makers again: those of the `fit` before may be gone."""
         self._states = {name: "unknown" if self._peers.find_now(name) else "missing" for name in self._maker_names}
@@ -190,8 +174,12 @@ class UnleasedBuffer(DetachedReplayBuffer):
         """Return the last samples, fewer than a batch, when all makers have finished."""
         if not self.all_finished():
             return None
-        batch = self.try_sample(0.0)  # finished makers have been acknowledged, so all that they made is here
-        return (self.flush() if batch is None else batch,)
+        if (batch := self.try_sample(0.0)) is not None:
+            return (batch,)
+        with self._lock:  # finished makers have been acknowledged, so all that they made is here
+            rest = [*self._items]
+            self._items.clear()
+        return (pad_items(rest) if rest else None,)
 
     def all_finished(self) -> bool:
         """Whether every maker has ended for the grace time; raises PeerDied if none of them finished."""
@@ -204,7 +192,7 @@ class UnleasedBuffer(DetachedReplayBuffer):
         if self._ended_since is None:
             return False
         states = set(self._states.values())
-        is_over = states == {"gone"} or now - self._ended_since >= self._grace_seconds
+        is_over = states == {"gone"} or now - self._ended_since >= self._deadlines.grace_seconds
         if is_over and "finished" not in states:
             raise PeerDied(f"no maker is left ({self.describe_wait()}), so no experience will come. See their logs.")
         return is_over

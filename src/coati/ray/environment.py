@@ -10,7 +10,7 @@ import ray
 from coati import faults
 from coati.actors.host import Host
 from coati.monitor.records import RecordLog, WarningRecorder
-from coati.ray.detached_replay_buffer import UnleasedBuffer
+from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 from coati.ray.peers import RayPeers
 
 
@@ -45,9 +45,9 @@ class ActorHost(Host):
             gc.collect()
             gc.freeze()
 
-    def make_buffer(self, sample_batch_size: int, limit: int, **makers: Any) -> UnleasedBuffer:
+    def make_buffer(self, sample_batch_size: int, limit: int, **makers: Any) -> DetachedReplayBuffer:
         """Make the buffer of a trainer whose makers have data loaders of their own."""
-        return UnleasedBuffer(sample_batch_size, limit, **makers, peers=self.peers)
+        return DetachedReplayBuffer(sample_batch_size, limit, **makers, peers=self.peers)
 
 
 def run_in_groups(plain_class: type, **methods: Sequence[str]) -> None:

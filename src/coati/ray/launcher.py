@@ -9,6 +9,7 @@ One loop does it all: at each turn `coati.ray.supervisor` reacts to what happene
 stop signals and requests for makers (`coati scale`). A stop signal ends a run with everything trained so far saved.
 """
 
+import dataclasses
 import logging
 import time
 import uuid
@@ -34,49 +35,43 @@ _STOP_SECONDS = 60.0
 _QUICK_STOP_SECONDS = 5.0
 
 
+@dataclasses.dataclass(eq=False)
 class DetachedRun:
     """A run of M makers and T trainers."""
 
-    def __init__(
-        self,
-        config: RunSettings,
-        log: RunLog,
-        *,
-        parts: Parts | None = None,
-        checkpoint: Path | None = None,
-        address: str | None = None,
-        on_progress: Callable[[RunSnapshot], None] = lambda _: None,
-        should_stop: Callable[[], bool] = lambda: False,
-        log_to_driver: bool = False,
-        make_factory: Callable[..., ActorFactory] = ActorFactory,
-    ) -> None:
-        self._config = config.with_absolute_paths()
-        self._log = log
-        self._checkpoint = checkpoint
-        self._address = address
-        self._on_progress = on_progress
-        self._should_stop = should_stop
-        self._log_to_driver = log_to_driver
-        self._folder = self._config.output_folder.resolve()
+    config: RunSettings
+    log: RunLog
+    _: dataclasses.KW_ONLY
+    parts: Parts | None = None
+    checkpoint: Path | None = None
+    address: str | None = None
+    on_progress: Callable[[RunSnapshot], None] = lambda _: None
+    should_stop: Callable[[], bool] = lambda: False
+    log_to_driver: bool = False
+    make_factory: Callable[..., ActorFactory] = ActorFactory
+
+    def __post_init__(self) -> None:
+        config = self.config = self.config.with_absolute_paths()
+        self._folder = config.output_folder.resolve()
         self._remedy = f"To continue from the newest checkpoint, if there is one: coati train --resume {self._folder}"
-        self._factory = make_factory(self._config, parts=parts)
-        self._supervisor = Supervisor(self._config, self._factory, log, remedy=self._remedy)
-        log.state.restarts = self._supervisor.restarts.counts
+        self._factory = self.make_factory(config, parts=self.parts)
+        self._supervisor = Supervisor(config, self._factory, self.log, remedy=self._remedy)
+        self.log.state.restarts = self._supervisor.restarts.counts
 
     def run(self, model_path: str) -> None:
         """Train, and save the actor to `model_path`."""
-        namespace = f"coati-{self._config.run.name}-{uuid.uuid4().hex[:8]}"
-        self._show("starting Ray" if self._address is None else "joining the cluster")
-        where = connected(self._config, address=self._address, namespace=namespace, log_to_driver=self._log_to_driver)
+        namespace = f"coati-{self.config.run.name}-{uuid.uuid4().hex[:8]}"
+        self._show("starting Ray" if self.address is None else "joining the cluster")
+        where = connected(self.config, address=self.address, namespace=namespace, log_to_driver=self.log_to_driver)
         with where as is_private:
             self._head = HeadWatch()
             try:
                 self._factory.is_private = is_private
                 self._show("loading models")
-                self._supervisor.create_all(self._checkpoint)
+                self._supervisor.create_all(self.checkpoint)
                 self._train()
                 self._show("saving the model")
-                self._save(model_path, seconds=self._config.deadlines.update_seconds)
+                self._save(model_path, seconds=self.config.deadlines.update_seconds)
             except Exception as error:
                 self._save_after_failure(f"{model_path}-at-failure", error)
                 raise
@@ -88,12 +83,12 @@ class DetachedRun:
         while supervisor.trainer_states != {"trained"}:
             self._turn()
         supervisor.stop()
-        patience = _QUICK_STOP_SECONDS if self._should_stop() else _STOP_SECONDS
+        patience = _QUICK_STOP_SECONDS if self.should_stop() else _STOP_SECONDS
         deadline = time.monotonic() + patience
         while (late := supervisor.working_makers) and time.monotonic() < deadline:
             supervisor.turn(_POLL_SECONDS)
         supervisor.fetch(_LAST_POLL_SECONDS)
-        self._log.flush()
+        self.log.flush()
         self._show("")
         if late:  # training is complete, and what they would still make is not needed
             logger.warning("%s did not stop within %g s and will be killed", listed(late), patience)
@@ -105,7 +100,7 @@ class DetachedRun:
         self._show(supervisor.message)
         if supervisor.is_stopping:
             return
-        if self._should_stop():
+        if self.should_stop():
             self._stop()
         elif supervisor.has_begun and (makers := asked_makers(self._folder)) is not None:
             supervisor.wanted = makers
@@ -130,7 +125,7 @@ class DetachedRun:
     def _save_after_failure(self, path: str, error: Exception) -> None:
         """Save what a lone trainer has learned, if it still answers. A group can only save together."""
         self._supervisor.is_stopping = True
-        version = self._log.state.version
+        version = self.log.state.version
         if not version or self._supervisor.is_starting:
             return
         if len(self._supervisor.trainers) == 1:
@@ -139,5 +134,5 @@ class DetachedRun:
             error.add_note(f"A group of trainers cannot save the model after a failure. {self._remedy}")
 
     def _show(self, message: str) -> None:
-        self._log.state.message = message
-        self._on_progress(self._log.snapshot())
+        self.log.state.message = message
+        self.on_progress(self.log.snapshot())

@@ -23,27 +23,17 @@ class RunActor:
     name: str
     peer: Peer
     state: str = "loading"
-    since: float = dataclasses.field(default_factory=lambda: time.monotonic())
-    """When it came into its state."""
-    job: "Future[Any] | None" = None
-    """What it was asked to do last: a maker its loop, a trainer to sync, fit or save."""
-    death: BaseException | None = None
-    has_weights: bool = False
-    """Whether a maker has its first weights."""
-    question: "Future[Any] | None" = None
-    """That for a report, until it is answered."""
+    since: float = dataclasses.field(default_factory=lambda: time.monotonic())  # when it came into its state
+    job: "Future[Any] | None" = None  # what it was asked to do last: a maker its loop, a trainer to sync, fit or save
+    failure: BaseException | None = None  # that it is gone, or what was raised when it was asked for a report
+    has_weights: bool = False  # whether a maker has its first ones
+    question: "Future[Any] | None" = None  # that for a report, until it is answered
     asked_at: float = 0.0
-    cursors: tuple[int, int] = 0, 0
-    """Up to which its records and spans were read."""
+    cursors: tuple[int, int] = 0, 0  # up to which its records and spans were read
     is_stalled: bool = False
     _job_call: tuple[str, tuple[Any, ...]] = "", ()
     # What it was told without waiting for it, by method and the maker that it is about.
     _orders: "dict[tuple[str, str], tuple[Future[Any], tuple[Any, ...]]]" = dataclasses.field(default_factory=dict)
-
-    @property
-    def number(self) -> int:
-        """The number in its name."""
-        return int(self.name.rpartition("-")[2])
 
     def begin(self, state: str, method: str, *args: Any) -> None:
         """Start a job, which brings the actor into a state."""

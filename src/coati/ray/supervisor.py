@@ -30,7 +30,7 @@ from coati.errors import (
     StartFailed,
 )
 from coati.monitor.run_log import RunLog
-from coati.ray.actor_factory import ActorFactory, maker_names
+from coati.ray.actor_factory import ActorFactory, maker_names, number_of
 from coati.ray.run_actor import Restarts, RunActor
 from coati.run_folder import StartingPoint, choose_start, continue_files
 
@@ -55,12 +55,9 @@ class Supervisor:
         self.restarts = Restarts(config.topology.max_restarts, remedy=remedy)
         self.makers: dict[str, RunActor] = {}
         self.trainers: dict[str, RunActor] = {}
-        self.wanted = config.topology.makers
-        """How many makers the run is to have: those with the lowest numbers. May be changed at any time."""
-        self.has_begun = False
-        """Whether training has begun. Before that, a death ends the run."""
-        self.is_stopping = False
-        """What becomes of makers does not matter any more."""
+        self.wanted = config.topology.makers  # those with the lowest numbers; may be changed at any time
+        self.has_begun = False  # whether training has begun; before that, a death ends the run
+        self.is_stopping = False  # then what becomes of makers does not matter any more
         self._members = {*maker_names(self.wanted)}  # makers that the run counts on: they worked, or it began with them
         self._makers_due: dict[str, float] = {}  # when those that are gone may be started again
         self._trainers_due = 0.0
@@ -151,8 +148,8 @@ class Supervisor:
                 continue  # it was removed with another one
             if actor in ended:
                 self._end_job(actor)
-            elif actor.death is not None:
-                self._note_death(actor, actor.death)
+            elif actor.failure is not None:
+                self._note_end(actor, actor.failure)
         self._check_deadlines()
         if not self.is_stopping:
             if self.has_begun:
@@ -172,12 +169,10 @@ class Supervisor:
                 call, actor.question = actor.question, None
                 if call.exception() is None:
                     self._read(actor, call.result())
-                elif isinstance(call.exception(), PeerDied):  # with others its job fails too, and says why
-                    actor.death = call.exception()
-                else:
-                    logger.debug("%s could not be read: %s", actor.name, call.exception())
+                elif not isinstance(call.exception(), PeerUnavailable):  # else it is asked again
+                    actor.failure = call.exception()
         for maker in self.makers.values():
-            if maker.death is None:
+            if maker.failure is None:
                 self._note_stall(maker)
 
     def _read(self, actor: RunActor, report: Report) -> None:
@@ -188,7 +183,7 @@ class Supervisor:
             return
         records = report.records.records
         actor.cursors = report.records.cursor, report.spans.cursor
-        if actor.name in self.trainers and actor.number > 0:  # the ranks of a group report the same steps
+        if actor.name in self.trainers and number_of(actor.name) > 0:  # the ranks of a group report the same steps
             records = [record for record in records if "warning" in record]
         elif actor.name in self.trainers:
             self._log.state.buffer_batches = report.progress.num_waiting
@@ -209,51 +204,50 @@ class Supervisor:
         job, actor.job = actor.job, None
         assert job is not None
         error, is_lone = job.exception(), len(self.trainers) == 1  # a group works together
-        if isinstance(error, RemoteError):
-            self._note_failure(actor, error.cause)
-        elif isinstance(error, PeerUnavailable) and actor.state in ("syncing", "saving") and is_lone:
+        if isinstance(error, PeerUnavailable) and actor.state in ("syncing", "saving") and is_lone:
             actor.repeat_job()
         elif error is not None:
-            self._note_death(actor, error)
+            self._note_end(actor, error)
         elif actor.name in self.trainers:
             actor.state = {"syncing": "synced", "training": "trained", "saving": "saved"}[actor.state]
         elif not self.is_stopping:
             self.fetch(_LAST_FETCH_SECONDS)
             self._remove(actor, "left")
 
-    def _note_failure(self, actor: RunActor, error: Exception) -> None:
-        """An actor raised."""
-        if actor.name in self.makers and self.is_stopping:
+    def _note_end(self, actor: RunActor, error: BaseException) -> None:
+        """An actor raised, or is gone."""
+        actor.job = actor.failure = None
+        is_maker, has_raised = actor.name in self.makers, isinstance(error, RemoteError)
+        if is_maker and self.is_stopping:
             return
-        if self._is_joining(actor):
-            self._do_without(actor, error)
-            return
-        error.add_note(f"raised in {actor.name}")
-        if actor.name in self.makers or not isinstance(error, RuntimeError) or isinstance(error, CoatiError):
-            raise error from None
-        self._suspect_death(actor, error)
-
-    def _note_death(self, actor: RunActor, error: BaseException) -> None:
-        """An actor is gone."""
-        actor.job = actor.death = None
-        reason = f"{actor.name} died: {error}"
-        if actor.name in self.trainers and isinstance(error, StartFailed):
-            self._suspect_death(actor, PeerDied(reason))
-        elif actor.name in self.makers and self.is_stopping:
-            return
-        elif not self.has_begun:
-            raise PeerDied(reason) from None
-        elif actor.name in self.trainers:
-            self._plan_trainers(actor, error)
-        elif self._is_joining(actor):
-            self._do_without(actor, error)
+        if isinstance(error, RemoteError):
+            cause = error.cause
+            cause.add_note(f"raised in {actor.name}")
         else:
+            cause = PeerDied(f"{actor.name} died: {error}")
+        is_symptom = isinstance(cause, RuntimeError) and not isinstance(cause, CoatiError)
+        if is_maker and self.has_begun and not (has_raised and actor.name in self._members):
             # Trainers hear of it now, so that its successor is a new maker to them.
             self._remove(actor, f"died: {error}")
             if actor.state != "leaving":
-                seconds = self.restarts.take("makers", actor.name, error)
-                logger.error("%s died and is started again in %g s: %s", actor.name, seconds, error)
-                self._makers_due[actor.name] = time.monotonic() + seconds
+                self._note_loss(actor.name, error)
+        elif not is_maker and (is_symptom or isinstance(error, StartFailed)):
+            self._suspect_death(actor, cause)
+        elif is_maker or has_raised or not self.has_begun:
+            raise cause from None
+        else:
+            self._plan_trainers(actor, error)
+
+    def _note_loss(self, maker: str, error: BaseException) -> None:
+        """A maker died, or could not be created. One that has yet to begin its work in this run is done without."""
+        if maker in self._members:
+            seconds = self.restarts.take("makers", maker, error)
+            logger.error("%s died and is started again in %g s: %s", maker, seconds, error)
+            self._makers_due[maker] = time.monotonic() + seconds
+        else:
+            self.wanted = min(self.wanted, number_of(maker))
+            left, reason = counted(self.wanted, "maker"), str(error) or type(error).__name__
+            logger.warning("%s could not join; training continues with %s: %s", maker, left, reason)
 
     def _plan_trainers(self, dead: RunActor, error: BaseException) -> None:
         """End all trainers, because one died, to start them again after a while; makers keep what they have."""
@@ -288,7 +282,7 @@ class Supervisor:
             if maker.name not in self.makers:
                 continue  # it was removed with another one
             reason = f"it did not load within {limit:g} s (deadlines.start_seconds). Is there a free CPU or GPU for it?"
-            self._note_death(maker, PeerDied(reason))
+            self._note_end(maker, PeerDied(reason))
 
     def _match_wanted(self) -> None:
         """Create makers that are missing, and have those leave that are too many."""
@@ -296,13 +290,21 @@ class Supervisor:
         self._members.intersection_update(names)
         for name in names:
             if name not in self.makers and time.monotonic() >= self._makers_due.get(name, 0.0):
-                self.makers[name] = RunActor(name, self._factory.create_maker(name))
+                self._create_maker(name)
         for maker in [maker for name, maker in self.makers.items() if name not in names and maker.state != "leaving"]:
             if maker.job is None:  # it still loads
                 self._remove(maker, "left")
             else:
                 maker.state = "leaving"
                 maker.order("stop")
+
+    def _create_maker(self, name: str) -> None:
+        try:
+            self.makers[name] = RunActor(name, self._factory.create_maker(name))
+        except Exception as error:
+            if not self.has_begun:
+                raise
+            self._note_loss(name, error)
 
     def _advance_makers(self) -> None:
         loaded = [maker for maker in self.makers.values() if maker.state == "loaded"]
@@ -335,19 +337,6 @@ class Supervisor:
             train = self._config.train
             for trainer in self.trainers.values():
                 trainer.begin("training", "fit", train.total_steps, train.update_steps, train.epochs)
-
-    def _is_joining(self, actor: RunActor) -> bool:
-        """Whether it is a maker that has yet to begin its work in this run: the run continues without it."""
-        is_new = actor.name in self.makers and actor.name not in self._members
-        return is_new and actor.state in ("loading", "loaded")
-
-    def _do_without(self, maker: RunActor, error: BaseException) -> None:
-        self.wanted = min(self.wanted, maker.number)
-        self._remove(maker, "could not join")
-        reason = str(error) or type(error).__name__
-        logger.warning(
-            "%s could not join; training continues with %s: %s", maker.name, counted(self.wanted, "maker"), reason
-        )
 
     def _remove(self, maker: RunActor, reason: str) -> None:
         del self.makers[maker.name]

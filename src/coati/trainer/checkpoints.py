@@ -29,7 +29,7 @@ from coati.background import run_in_background
 from coati.config import Deadlines, TrainSettings
 from coati.devices import device_errors_explained
 from coati.errors import CheckpointError, DeadlineExceeded, StorageError
-from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_buffer.buffer import LeasedBuffer
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies.files import MODEL_MARKERS, check_files, replace_folder
 from coati.trainer.strategies.ranks import random_state, restore_random_state

@@ -21,14 +21,14 @@ def leases(monkeypatch):
 
 def test_dealt_shares_belong_to_makers_and_come_in_order(leases):
     dealt = leases.make_ledger(leases.Case("even", "dealt", 1, 1), 8)
-    first = dealt.lease("maker-1", ask=1, version=0, wanted=3, now=0.0)
+    first = dealt.lease(LeaseRequest("maker-1", 1, 0, 3), now=0.0)
     assert [lease.number for lease in first] == [1, 5, 9]
-    rest = dealt.lease("maker-1", ask=2, version=0, wanted=99, now=0.0)
+    rest = dealt.lease(LeaseRequest("maker-1", 2, 0, 99), now=0.0)
     assert [lease.number for lease in rest] == list(range(13, 128, 4))  # two versions of 64
-    assert dealt.lease("maker-1", ask=3, version=0, wanted=99, now=0.0) == []
+    assert dealt.lease(LeaseRequest("maker-1", 3, 0, 99), now=0.0) == []
     dealt.deliver(first, now=1.0)
     assert dealt.pick() is None
-    dealt.deliver(dealt.lease("maker-0", ask=1, version=0, wanted=1, now=0.0), now=1.0)
+    dealt.deliver(dealt.lease(LeaseRequest("maker-0", 1, 0, 1), now=0.0), now=1.0)
     assert [dealt.pick(), dealt.pick(), dealt.pick()] == [0, 1, None]
     assert dealt.picked == [0, 1]
 

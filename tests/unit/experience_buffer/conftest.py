@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from coati.experience_buffer import BufferItem
+from coati.experience_buffer.utils import BufferItem
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from thread_peers import PATIENCE
 from tiny import item
 
 from coati.errors import DataError, DeadlineExceeded
-from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_buffer.buffer import LeasedBuffer
 from coati.ledger import Lease, LedgerRules
 from coati.ledger.journal import Journal, read_journal
 from coati.ledger.rules import Ending, LeaseRequest

@@ -6,7 +6,7 @@ from thread_peers import PATIENCE, ThreadPeers
 
 from coati.config import Deadlines
 from coati.errors import ConfigError, DeadlineExceeded
-from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_buffer.buffer import LeasedBuffer
 from coati.experience_maker.base import AllSamplesDropped, MakerBatch
 from coati.experience_maker.work_source import LeasedPrompts
 from coati.ledger import LeaseRequest, LedgerRules
@@ -179,7 +179,7 @@ def test_a_trainer_that_is_dead_or_not_there_grants_nothing():
 def test_a_trainer_that_does_not_answer_is_named():
     story = Story(seconds=0.05)
     held = story.peers.hold("trainer-0", "lease")
-    with pytest.raises(DeadlineExceeded, match=r"trainer-0.*leases"):
+    with pytest.raises(DeadlineExceeded, match=r"trainer-0.*lease"):
         story.prompts.poll(4)
     held.release()
 
@@ -196,14 +196,14 @@ def test_batches_come_until_a_stop_and_new_weights_are_waited_for_in_between():
     story = Story(lead=0, max_staleness=0)
     seen = []
 
-    def train(seconds):  # the maker waits, because everything is granted
+    def train(at_least, *, deadline_seconds):  # the maker waits, because everything is granted
         buffer = story.trainers[0].buffer
         buffer.try_sample(0.0)
         story.version += 1
         buffer.mark_trained(story.version)
         story.is_stopped = story.version == 3
 
-    story.prompts._wait = train
+    story.wait_for_version = train
     while (batch := story.prompts.draw(4)) is not None:
         seen.append((story.version, ids(batch)))
         story.deliver(story.settle(batch))

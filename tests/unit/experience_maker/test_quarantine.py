@@ -8,7 +8,7 @@ from coati.batching import split_experience_batch
 from coati.config import AlgorithmSettings
 from coati.errors import RewardError
 from coati.experience import Sample
-from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_buffer.buffer import LeasedBuffer
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop

@@ -15,7 +15,7 @@ from coati.actors.options import MakerOptions
 from coati.background import run_in_background
 from coati.config import Deadlines
 from coati.experience import Sample
-from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_buffer.buffer import LeasedBuffer
 from coati.ledger import LedgerRules
 from coati.prompts.stream import PromptStream
 from coati.trainer.strategies import DDPStrategy

@@ -47,7 +47,7 @@ def test_the_account_of_real_ledgers_closes(tmp_path, seed, capsys):
         fate: sum(row[3] for row in account.table() if row[0] == fate) for fate in ("trained", "dropped", "leased")
     }
     assert counts["trained"] == sum(rules.total_samples for rules in world.rules)
-    assert counts["dropped"] == 2 * sum(ledger._num_dropped for ledger in world.ledgers)
+    assert counts["dropped"] == 2 * sum(ledger.num_dropped for ledger in world.ledgers)
     assert counts["leased"] == sum(row[3] for row in account.table()[:-1])
     assert account.oldest == max(world.ages)
     audit(tmp_path)

@@ -190,9 +190,9 @@ def test_a_part_that_cannot_be_removed_is_overwritten(path, monkeypatch):
 
 def test_another_run_or_other_rules_are_refused(path):
     data = written(path)
-    with pytest.raises(CheckpointError, match="run 'a-run', now 'b'"):
+    with pytest.raises(CheckpointError, match="run 'a-run'"):
         Journal(path, RULES, run="b")
-    with pytest.raises(CheckpointError, match="samples_per_version 2, now 4"):
+    with pytest.raises(CheckpointError, match="samples_per_version=2"):
         Journal(path, LedgerRules(samples_per_version=4, total_samples=8, max_staleness=1), run="a-run")
     assert path.read_bytes() == data
 

@@ -1,4 +1,3 @@
-import functools
 import random
 
 import pytest
@@ -6,7 +5,7 @@ from lease_world import World
 from ledger_events import replayed
 
 from coati.ledger.leases import Ledger
-from coati.ledger.rules import LedgerRules
+from coati.ledger.rules import Lease, LeaseRequest, LedgerRules
 
 
 def random_world(seed: int) -> World:
@@ -45,7 +44,7 @@ def test_random_runs_end_within_the_bound_and_give_every_group_one_fate(seeds: r
         assert bound is None or max(world.ages) <= bound, f"seed {seed}"
         assert world.most_in_flight <= world.rules[0].limit, f"seed {seed}"
         assert set(world.fates.values()) == {1}, f"seed {seed}"
-        trained = len(world.fates) - sum(ledger._num_dropped for ledger in world.ledgers)
+        trained = len(world.fates) - sum(ledger.num_dropped for ledger in world.ledgers)
         assert trained * world.rules[0].group_size == sum(rules.total_samples for rules in world.rules), f"seed {seed}"
 
 
@@ -66,19 +65,19 @@ def test_events_and_state_restore_the_same_ledger(seed: int) -> None:
 def test_what_a_dead_maker_was_granted_after_its_release_goes_to_its_successor() -> None:
     ledger = Ledger(LedgerRules(samples_per_version=2, total_samples=2, lead=0, max_staleness=0))
     ledger.release("maker", "died")
-    (early, _) = ledger.lease("maker", ask=7, version=0, wanted=2, now=0.0)  # was on its way when the maker died
-    leases = ledger.lease("maker", ask=1, version=0, wanted=2, now=1.0)
+    (early, _) = ledger.lease(LeaseRequest("maker", 7, 0, 2), now=0.0)  # was on its way when the maker died
+    leases = ledger.lease(LeaseRequest("maker", 1, 0, 2), now=1.0)
     assert [lease.number for lease in leases] == [0, 1]
-    assert ledger.lease("maker", ask=1, version=0, wanted=2, now=2.0) == leases  # repeated
+    assert ledger.lease(LeaseRequest("maker", 1, 0, 2), now=2.0) == leases  # repeated
     assert ledger.deliver([early, *leases], now=3.0) == leases
 
 
 @pytest.mark.parametrize("first_epoch", [0, 5])
 def test_what_was_made_for_a_lease_before_a_restore_is_refused(first_epoch: int) -> None:
     ledger = Ledger(LedgerRules(samples_per_version=2, total_samples=2))
-    before = ledger.lease("maker", ask=1, version=0, wanted=2, now=0.0)
+    before = ledger.lease(LeaseRequest("maker", 1, 0, 2), now=0.0)
     restored = Ledger.restored(ledger.rules, ledger.state(), first_epoch=first_epoch)
-    again = restored.lease("maker", ask=1, version=0, wanted=2, now=1.0)
+    again = restored.lease(LeaseRequest("maker", 1, 0, 2), now=1.0)
     assert [lease.number for lease in again] == [lease.number for lease in before]
     assert min(lease.epoch for lease in again) >= first_epoch
     assert restored.deliver([*before, *again], now=2.0) == again
@@ -88,7 +87,7 @@ def test_what_was_made_for_a_lease_before_a_restore_is_refused(first_epoch: int)
 
 def test_a_version_ends_with_what_was_picked_for_it() -> None:
     ledger = Ledger(LedgerRules(samples_per_version=2, total_samples=8))
-    ledger.deliver(ledger.lease("maker", ask=1, version=0, wanted=3, now=0.0), now=1.0)
+    ledger.deliver(ledger.lease(LeaseRequest("maker", 1, 0, 3), now=0.0), now=1.0)
     assert [ledger.pick() for _ in range(3)] == [0, 1, 2]
     ledger.mark_trained(1)
     assert ledger.picked == [2]  # one of the next version's two
@@ -96,7 +95,10 @@ def test_a_version_ends_with_what_was_picked_for_it() -> None:
 
 def test_a_request_that_others_have_overtaken_is_not_granted() -> None:
     ledger = Ledger(LedgerRules(samples_per_version=8, total_samples=8))
-    request = functools.partial(ledger.lease, "maker", version=0, wanted=1, now=0.0)
+
+    def request(ask: int, incarnation: int) -> list[Lease]:
+        return ledger.lease(LeaseRequest("maker", ask, 0, 1, incarnation=incarnation), now=0.0)
+
     assert [lease.number for lease in request(ask=1, incarnation=4)] == [0]
     assert [lease.number for lease in request(ask=3, incarnation=4)] == [1]
     assert request(ask=2, incarnation=4) == []
@@ -111,14 +113,14 @@ def test_a_request_that_others_have_overtaken_is_not_granted() -> None:
     assert [lease.number for lease in request(ask=3, incarnation=9)] == [0]
 
 
-def ledger_of_a_quick_and_a_slow_maker(max_staleness: int = 4) -> tuple[Ledger, list[int]]:
+def ledger_of_a_quick_and_a_slow_maker() -> tuple[Ledger, list[int]]:
     """`quick` delivers 8 groups in 8 seconds, `slow` none of its 4; then nothing new may be granted."""
-    ledger = Ledger(LedgerRules(samples_per_version=6, total_samples=60, lead=1, max_staleness=max_staleness))
-    slow = ledger.lease("slow", ask=1, version=0, wanted=4, now=0.0)
+    ledger = Ledger(LedgerRules(samples_per_version=6, total_samples=60, lead=1, max_staleness=4))
+    slow = ledger.lease(LeaseRequest("slow", 1, 0, 4), now=0.0)
     for second in range(8):
-        (lease,) = ledger.lease("quick", ask=second + 1, version=0, wanted=1, now=float(second))
+        (lease,) = ledger.lease(LeaseRequest("quick", second + 1, 0, 1), now=float(second))
         ledger.deliver([lease], now=second + 1.0)
-    assert ledger.lease("quick", ask=9, version=0, wanted=3, now=8.0) == []
+    assert ledger.lease(LeaseRequest("quick", 9, 0, 3), now=8.0) == []
     return ledger, [lease.number for lease in slow]
 
 
@@ -126,10 +128,10 @@ def test_a_quick_maker_with_room_gets_the_oldest_leases_of_a_slow_one() -> None:
     ledger, slow = ledger_of_a_quick_and_a_slow_maker()
     assert ledger.take_back(now=8.0) == slow[:3]
     assert ledger.take_back(now=8.0) == []  # there is no more room
-    assert ledger.lease("slow", ask=2, version=0, wanted=3, now=8.0) == []
-    again = ledger.lease("quick", ask=10, version=0, wanted=3, now=8.0)
+    assert ledger.lease(LeaseRequest("slow", 2, 0, 3), now=8.0) == []
+    again = ledger.lease(LeaseRequest("quick", 10, 0, 3), now=8.0)
     assert [lease.number for lease in again] == slow[:3]
-    assert ledger.lease("quick", ask=11, version=0, wanted=1, now=8.0) == []
+    assert ledger.lease(LeaseRequest("quick", 11, 0, 1), now=8.0) == []
     assert ledger.take_back(now=8.0) == slow[3:]
 
 
@@ -137,7 +139,7 @@ def test_what_was_taken_back_goes_to_anyone_when_the_quick_maker_is_gone() -> No
     ledger, slow = ledger_of_a_quick_and_a_slow_maker()
     ledger.take_back(now=8.0)
     ledger.release("quick", "died")
-    assert [lease.number for lease in ledger.lease("slow", ask=2, version=0, wanted=3, now=8.0)] == slow[:3]
+    assert [lease.number for lease in ledger.lease(LeaseRequest("slow", 2, 0, 3), now=8.0)] == slow[:3]
 
 
 def test_long_groups_of_equal_makers_are_left_alone() -> None:
@@ -148,14 +150,14 @@ def test_long_groups_of_equal_makers_are_left_alone() -> None:
 
 def test_equal_makers_share_the_lead_however_much_they_ask_for() -> None:
     ledger = Ledger(LedgerRules(samples_per_version=4, total_samples=40, lead=1, max_staleness=4))
-    alone = ledger.lease("one", ask=1, version=0, wanted=8, now=0.0)
+    alone = ledger.lease(LeaseRequest("one", 1, 0, 8), now=0.0)
     assert len(alone) == 8
-    assert ledger.lease("other", ask=1, version=0, wanted=8, now=0.0) == []
+    assert ledger.lease(LeaseRequest("other", 1, 0, 8), now=0.0) == []
     ledger.deliver(alone, now=1.0)
     assert [ledger.pick() for _ in range(4)] == [0, 1, 2, 3]
     ledger.mark_trained(version=1)
-    assert len(ledger.lease("one", ask=2, version=1, wanted=8, now=1.0)) == 4
-    assert ledger.lease("one", ask=3, version=1, wanted=8, now=1.0) == []
+    assert len(ledger.lease(LeaseRequest("one", 2, 1, 8), now=1.0)) == 4
+    assert ledger.lease(LeaseRequest("one", 3, 1, 8), now=1.0) == []
 
 
 @pytest.mark.parametrize("makers", [2, 4])
@@ -169,28 +171,12 @@ def test_equal_makers_that_work_in_batches_of_the_whole_lead_make_little_twice(m
     assert returned < 0.2 * granted
 
 
-def test_a_maker_that_is_too_slow_for_the_bound_gets_one_group_at_a_time() -> None:
-    ledger, slow = ledger_of_a_quick_and_a_slow_maker(max_staleness=1)
-    assert ledger.take_back(now=8.0) == slow[:3]
-    ledger.lease("quick", ask=10, version=0, wanted=3, now=8.0)
-    for _ in range(6):
-        assert ledger.pick() is not None
-    ledger.mark_trained(version=1)
-    ledger.note_version_time(8.0)  # with a bound of 1 a group has 16 seconds; it has had four for 20
-    assert ledger.lease("slow", ask=2, version=1, wanted=1, now=20.0) == []
-    ledger.lease("quick", ask=11, version=1, wanted=1, now=20.0)
-    assert ledger.take_back(now=20.0) == []
-    assert len(ledger.lease("new", ask=1, version=1, wanted=2, now=20.0)) == 2
-    ledger.release("slow", "restarted")
-    assert len(ledger.lease("slow", ask=3, version=1, wanted=2, now=20.0)) == 2
-
-
 def test_a_maker_is_not_slow_because_another_delivers_first() -> None:
     ledger = Ledger(LedgerRules(samples_per_version=8, total_samples=800, lead=1, max_staleness=1))
-    first = ledger.lease("first", ask=1, version=0, wanted=8, now=0.0)
-    second = ledger.lease("second", ask=1, version=0, wanted=8, now=0.0)
+    first = ledger.lease(LeaseRequest("first", 1, 0, 8), now=0.0)
+    second = ledger.lease(LeaseRequest("second", 1, 0, 8), now=0.0)
     ledger.deliver(first[:4], now=1.0)
-    assert ledger.lease("first", ask=2, version=0, wanted=4, now=1.0) == []  # it has room
+    assert ledger.lease(LeaseRequest("first", 2, 0, 4), now=1.0) == []  # it has room
     assert ledger.take_back(now=1.1) == []
     ledger.deliver(first[4:], now=1.2)
     assert ledger.take_back(now=1.5) == []
@@ -199,10 +185,10 @@ def test_a_maker_is_not_slow_because_another_delivers_first() -> None:
 
 def test_what_a_maker_delivers_too_late_shows_that_it_is_quick() -> None:
     ledger = Ledger(LedgerRules(samples_per_version=8, total_samples=800, lead=1, max_staleness=1))
-    first = ledger.lease("first", ask=1, version=0, wanted=8, now=0.0)
-    second = ledger.lease("second", ask=1, version=0, wanted=8, now=0.0)
+    first = ledger.lease(LeaseRequest("first", 1, 0, 8), now=0.0)
+    second = ledger.lease(LeaseRequest("second", 1, 0, 8), now=0.0)
     ledger.deliver(first, now=1.0)
-    assert ledger.lease("first", ask=2, version=0, wanted=8, now=1.0) == []
+    assert ledger.lease(LeaseRequest("first", 2, 0, 8), now=1.0) == []
     assert ledger.take_back(now=2.5) == [lease.number for lease in second]
     assert ledger.deliver(second, now=2.5) == []
     for version in range(1, 20):
@@ -211,10 +197,9 @@ def test_what_a_maker_delivers_too_late_shows_that_it_is_quick() -> None:
             if ledger.pick() is None:
                 for maker in ("first", "second"):
                     ask = 10 * version + (maker == "first")
-                    leases = ledger.lease(maker, ask=ask, version=version - 1, wanted=8, now=now - 1.0)
+                    leases = ledger.lease(LeaseRequest(maker, ask, version - 1, 8), now=now - 1.0)
                     ledger.deliver(leases, now=now)
         ledger.mark_trained(version)
-        ledger.note_version_time(now)
     granted = dict.fromkeys(("first", "second"), 0)
     for event in ledger.events:
         granted[event.get("maker", "first")] += len(event.get("grant", ()))
@@ -224,13 +209,12 @@ def test_what_a_maker_delivers_too_late_shows_that_it_is_quick() -> None:
 def test_a_maker_that_began_slowly_gets_all_it_asks_for_if_none_is_quicker() -> None:
     ledger = Ledger(LedgerRules(samples_per_version=4, total_samples=400, lead=1, max_staleness=1))
     now = 100.0  # its first groups took so long: it compiled
-    leases = ledger.lease("maker", ask=1, version=0, wanted=8, now=0.0)
+    leases = ledger.lease(LeaseRequest("maker", 1, 0, 8), now=0.0)
     for version in range(3):
         ledger.deliver(leases, now=now)
         while ledger.num_picked < 4 * (version + 1):
             ledger.pick()
         now += 1.0
         ledger.mark_trained(version + 1)
-        ledger.note_version_time(now)
-        leases = ledger.lease("maker", ask=2 + version, version=version + 1, wanted=8, now=now)
+        leases = ledger.lease(LeaseRequest("maker", 2 + version, version + 1, 8), now=now)
         assert len(leases) == 4

@@ -10,7 +10,7 @@ import pytest
 import tiny
 from ledger_events import replayed
 
-from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_buffer.buffer import LeasedBuffer
 from coati.ledger import LedgerRules
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal, read_journal, retire_journals

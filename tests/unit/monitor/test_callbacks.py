@@ -13,10 +13,14 @@ from coati.actors.callbacks import (
     MakerCallback,
     TrainerCallback,
     TrainerPerformanceEvaluator,
-    dispatch,
 )
+from coati.actors.host import Worker
 from coati.counting import format_seconds
 from coati.monitor.timeline import Timeline
+
+
+def dispatch(callbacks, hook, *args):
+    Worker(None, callbacks, debug=False).notify(hook, *args)
 
 
 class FakeClock:
@@ -78,7 +82,7 @@ def test_trainer_hooks_are_those_of_the_contract():
 @pytest.mark.parametrize("cls", [MakerCallback, TrainerCallback])
 def test_hooks_do_nothing_unless_overridden(cls):
     for name, parameters in hooks_of(cls).items():
-        dispatch([cls()], Timeline(), name, *([None] * len(parameters)))
+        dispatch([cls()], name, *([None] * len(parameters)))
 
 
 def test_dispatch_runs_every_callback_in_order():
@@ -91,7 +95,7 @@ def test_dispatch_runs_every_callback_in_order():
         def on_batch_end(self, metrics, experience):
             seen.append((self.name, metrics, experience))
 
-    dispatch([Watcher("a"), Watcher("b")], Timeline(), "on_batch_end", {"loss": 1.0}, "experience")
+    dispatch([Watcher("a"), Watcher("b")], "on_batch_end", {"loss": 1.0}, "experience")
     assert seen == [("a", {"loss": 1.0}, "experience"), ("b", {"loss": 1.0}, "experience")]
 
 
@@ -101,7 +105,7 @@ def test_an_exception_in_a_callback_names_it_and_survives_pickling():
             raise KeyError("lost")
 
     with pytest.raises(KeyError, match="lost") as caught:
-        dispatch([MakerCallback(), Clumsy()], Timeline(), "on_send_end")
+        dispatch([MakerCallback(), Clumsy()], "on_send_end")
     (note,) = pickle.loads(pickle.dumps(caught.value)).__notes__
     assert "Clumsy" in note
     assert "hook on_send_end" in note

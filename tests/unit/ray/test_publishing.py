@@ -119,8 +119,8 @@ def test_a_trainer_refuses_what_breaks_the_bound(make_trainer):
         trainer.training_step(batch)
 
 
-def test_a_sync_in_the_middle_of_an_episode_waits_for_none_of_its_batches(make_trainer):
-    trainer = make_trainer()
+def begin_episode(trainer):
+    """Have it train on the first of two batches; returns its `fit` and its maker."""
     maker, trained = Noting(), threading.Event()
     real_step = trainer._learner.step
 
@@ -133,12 +133,30 @@ def test_a_sync_in_the_middle_of_an_episode_waits_for_none_of_its_batches(make_t
     connect(trainer, maker=maker)
     fit = Background(trainer.fit, 2, 2)
     trainer.buffer_append(experience(0, 4))
-    assert trained.wait(PATIENCE)  # one of two steps is done
-    trainer.sync_models_to_remote_makers()
-    assert maker.updates == [0]
+    assert trained.wait(PATIENCE)
+    return fit, maker
+
+
+def test_a_sync_in_the_middle_of_an_episode_is_a_version_of_its_own(make_trainer):
+    trainer = make_trainer()
+    fit, maker = begin_episode(trainer)
+    for _ in range(2):  # nothing was trained between them
+        trainer.sync_models_to_remote_makers()
+    assert maker.updates == [1, 1]
     trainer.buffer_append(experience(4, 4))
     fit.result()
-    assert maker.updates == [0, 1]
+    assert maker.updates == [1, 1, 2]
+
+
+def test_a_trainer_with_leases_refuses_a_sync_in_the_middle_of_an_episode(make_trainer):
+    trainer = make_trainer()
+    fit, maker = begin_episode(trainer)
+    trainer._leased = object()  # which is all that the sync looks at
+    with pytest.raises(CoatiError, match="middle of an episode"):
+        trainer.sync_models_to_remote_makers()
+    trainer.buffer_append(experience(4, 4))
+    fit.result()
+    assert maker.updates == [1]
 
 
 def test_a_sync_after_steps_by_hand_is_a_version_of_its_own(make_trainer):

@@ -13,8 +13,7 @@ from coati.batching import make_experience_batch
 from coati.config import Deadlines
 from coati.errors import ConfigError, DataError, DeadlineExceeded
 from coati.experience import EXPERIENCE_FIELDS
-from coati.peers import LocalPeers
-from coati.ray.detached_replay_buffer import DetachedReplayBuffer, UnleasedBuffer
+from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 
 
 @pytest.fixture
@@ -25,8 +24,7 @@ def make_buffer():
 @pytest.fixture
 def unleased():
     """A full buffer with room for one batch of one sample."""
-    options = {"maker_names": [], "deadlines": Deadlines(), "peers": LocalPeers()}
-    buffer = UnleasedBuffer(1, 1, **options, queue=LocalQueue())
+    buffer = DetachedReplayBuffer(1, 1, queue=LocalQueue())
     buffer.extend(delivery("first", 0))
     return buffer
 
@@ -69,8 +67,7 @@ def test_items_are_batched_across_extends_in_order(make_buffer):
     assert ids(buffer.sample()) == [0, 1, 2, 3]
     assert ids(buffer.sample()) == [4, 5, 6, 7]
     assert buffer.get_length() == 0
-    assert ids(buffer.flush()) == [8, 9, 10]
-    assert buffer.flush() is None
+    assert buffer.num_items_waiting == 3
 
 
 def test_append_splits_a_batch_into_items(make_buffer):
@@ -205,7 +202,7 @@ def test_impossible_sizes_are_refused(arguments, rule):
 
 def test_the_wait_for_room_in_a_run_is_that_of_a_batch():
     deadlines = Deadlines(batch_seconds=0.01)
-    buffer = UnleasedBuffer(1, 1, maker_names=[], deadlines=deadlines, peers=LocalPeers(), queue=LocalQueue())
+    buffer = DetachedReplayBuffer(1, 1, deadlines=deadlines, queue=LocalQueue())
     buffer.extend(delivery("first", 0))
     with pytest.raises(DeadlineExceeded, match=r"0\.01 s"):
         buffer.extend(delivery("second", 1))

@@ -387,3 +387,38 @@ def test_at_the_end_of_a_run_no_failure_of_a_maker_counts(stage):
     stage.peers.kill("maker-1")
     stage.crew.stop()
     stage.until(lambda: not stage.crew.working_makers)
+
+
+def test_a_maker_whose_report_raises_ends_the_run_with_that(stage):
+    stage["maker-0"].report = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError) as failure:
+        stage.until(lambda: False)
+    assert failure.value.__notes__ == ["raised in maker-0"]
+
+
+def test_a_maker_that_cannot_be_created_is_tried_again_until_the_restarts_are_used_up():
+    stage = Stage(max_restarts=2)
+
+    def refuse(name):
+        raise ValueError("no room for another actor")
+
+    stage.host.on_start = refuse
+    stage.die("maker-0")
+    CLOCK.now += 30.0
+    stage.turn()  # which is the second restart, after that of its death
+    assert stage.crew.makers == {}
+    CLOCK.now += 30.0
+    with pytest.raises(PeerDied, match="no room for another actor") as failure:
+        stage.turn()
+    assert "max_restarts" in str(failure.value)
+
+
+def test_a_maker_that_cannot_be_created_does_not_join(stage, caplog):
+    def refuse(name):
+        raise ValueError("no room for another actor")
+
+    stage.host.on_start = refuse
+    stage.crew.wanted = 2
+    stage.turn()
+    assert stage.crew.wanted == 1
+    assert "no room for another actor" in caplog.text

@@ -11,7 +11,7 @@ from tiny import experience, items
 from coati.actors import trainer
 from coati.config import Deadlines
 from coati.errors import ConfigError, DataError, DeadlineExceeded, PeerDied
-from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_buffer.buffer import LeasedBuffer
 from coati.ledger import Lease, LeaseRequest, LedgerRules
 from coati.ray import detached_replay_buffer, environment
 from coati.ray.callbacks import TrainerCallback

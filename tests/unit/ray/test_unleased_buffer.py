@@ -10,7 +10,7 @@ from coati.config import Deadlines
 from coati.errors import PeerDied
 from coati.peers import Peer, Peers, remote_error
 from coati.ray import detached_replay_buffer
-from coati.ray.detached_replay_buffer import UnleasedBuffer
+from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ class Story:
         self.now = 100.0
         self.num_asked = 0
         self.states = dict.fromkeys(existing, "working")
-        self.buffer = UnleasedBuffer(
+        self.buffer = DetachedReplayBuffer(
             1,
             0,
             maker_names=names,

@@ -22,7 +22,7 @@ from thread_peers import PATIENCE
 from coati.actors.options import TrainerOptions
 from coati.background import run_in_background
 from coati.errors import CheckpointError, DeadlineExceeded
-from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_buffer.buffer import LeasedBuffer
 from coati.ledger import LeaseRequest, LedgerRules
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal, read_journal
