@@ -1,12 +1,14 @@
 """From settings to objects, for the synchronous loop and the Ray actors: models, prompts, reward and strategy."""
 
+import contextlib
 import dataclasses
+import importlib.util
 import logging
 import os
 import pickle
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +25,9 @@ from coati.ledger import LedgerRules
 from coati.models import Actor, Critic, RewardModel
 from coati.models.calls import context_length_of
 from coati.prompts.stream import PromptStream
-from coati.prompts.table import load_prompts
+from coati.prompts.table import load_prompts, looks_local
 from coati.rewards import RewardScorer, build_reward
+from coati.rewards.calling import OFFERED, keyword_parameters, load_reward_function
 from coati.trainer.objective import load_loss
 from coati.trainer.ppo import PPOLearner, compile_blocks
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
@@ -130,12 +133,38 @@ def load_tokenizer(config: RunSettings) -> Any:
     return _loaded(config, "model.tokenizer", config.tokenizer_path, AutoTokenizer, padding_side="left")
 
 
-def check_inputs(config: RunSettings) -> None:
-    """Load prompts, tokenizer and the models' configs, so that a mistake is reported now."""
+def check_inputs(config: RunSettings, *, has_reward: bool = False) -> None:
+    """Load prompts, reward functions, tokenizer and the models' configs, so that mistakes are reported now, together.
+
+    With `has_reward` a program brings the reward, and `[reward]` only names it.
+    """
+    errors: list[CoatiError] = []
+
+    def attempt(check: Callable[..., None], *args: Any, label: str = "") -> None:
+        try:
+            check(*args)
+        except CoatiError as error:
+            if str(error) not in map(str, errors):
+                errors.append(type(error)(f"{label}{error}"))
+
+    attempt(_check_models, config)
+    attempt(_check_data, config, has_reward)
+    for one in config.eval:
+        brings_reward = has_reward and one.reward == config.reward
+        attempt(_check_data, config.for_evaluation(one), brings_reward, label=f"eval {one.name!r}: ")
+    missing = (name for name in config.logging.tracker_names if importlib.util.find_spec(name) is None)
+    errors += [
+        ConfigError(f"logging.trackers names {name!r}, which is not installed. pip install {name}") for name in missing
+    ]
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ConfigError("\n".join(map(str, errors)))
+
+
+def _check_models(config: RunSettings) -> None:
     if ":" in config.algorithm.loss:
         load_loss(config.algorithm.loss, tuple(config.reward_search_paths))
-    for one in (config, *map(config.for_evaluation, config.eval)):
-        make_prompts(one)
     critic = config.model.path if config.model.critic == "actor" else config.model.critic
     reference = config.reference_path or config.model.path
     paths = {"model.path": config.model.path, "model.reference": reference, "model.critic": critic}
@@ -148,6 +177,28 @@ def check_inputs(config: RunSettings) -> None:
             f"Models and tokenizer must share a vocabulary, got {came} tokens. Use models and a tokenizer "
             "that go together: a KL between two vocabularies means nothing."
         )
+
+
+def _check_data(config: RunSettings, has_reward: bool) -> None:
+    """Load prompts, and the rewards for their columns."""
+    columns = make_prompts(config).columns
+    for index, part in enumerate(() if has_reward else config.reward.parts):
+        key = f"reward.terms[{index}]" if config.reward.terms else "reward"
+        if part.model:
+            _loaded(config, f"{key}.model", part.model, AutoConfig)
+            continue
+        try:
+            function = load_reward_function(part.function, config.reward_search_paths, part.options)
+        except ConfigError as error:
+            raise ConfigError(f"{key}.function: {error}") from error
+        named, _ = keyword_parameters(function)
+        own = {parameter for parameter, is_required in named.items() if is_required and parameter not in part.columns}
+        if missing := sorted({*own, *part.columns.values()} - {*OFFERED, *columns}):
+            raise ConfigError(
+                f"{key}.function {part.function!r} needs {missing[0]!r}, but a reward gets {', '.join(OFFERED)} and "
+                f"the dataset's columns ({', '.join(sorted(columns)) or 'none'}). Rename the parameter, give it a "
+                "default, name its column in columns, or add the column."
+            )
 
 
 def make_prompts(config: RunSettings) -> PromptStream:
@@ -217,11 +268,17 @@ def _dtype(config: RunSettings) -> torch.dtype:
 def _loaded(
     config: RunSettings, setting: str, path: str, model_class: Any, *, device: Any = None, **kwargs: Any
 ) -> Any:
-    verbosity, has_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()  # heads of critics are new, and no fault
-    transformers_logging.disable_progress_bar()
+    if looks_local(path) and not Path(path).is_dir():
+        hint = f" `coati demo` makes {path}." if path in ("runs/demo/base", "runs/demo/model") else ""
+        raise ConfigError(
+            f"{setting} {path!r} is not a folder. Check the path: relative ones count from the folder of the TOML "
+            f"file, then from {Path.cwd()}.{hint}"
+        )
     try:
-        with device_errors_explained(f"loading {setting} {path!r}", 'Use a smaller model, or model.dtype "bfloat16".'):
+        with (
+            quiet_transformers(),
+            device_errors_explained(f"loading {setting} {path!r}", 'Use a smaller model, or model.dtype "bfloat16".'),
+        ):
             model = model_class.from_pretrained(path, trust_remote_code=config.model.trust_remote_code, **kwargs)
             return model if device is None else model.to(device)
     except CoatiError:
@@ -232,6 +289,16 @@ def _loaded(
             f"{setting} {path!r} could not be loaded by transformers: {said[0] if said else type(error).__name__} "
             "If a file is damaged or missing, use another copy."
         ) from error
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep progress bars and hints, such as that the head of a critic is new, out of a program's output."""
+    verbosity, has_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
     finally:
         transformers_logging.set_verbosity(verbosity)
         if has_bars:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coati.checks import check_sources
 from coati.config import RunSettings, build_config, load_config
 from coati.errors import CheckpointError, ConfigError
 from coati.monitor import RunLog, RunSnapshot, Tracker, read_jsonl
@@ -191,7 +190,6 @@ def check_run(
     """
     if is_resumed:
         check_incomplete(config)
-    check_sources(config, has_reward=has_reward)
     check_inputs_outside(config)
     check_run_folder(config, overwrite=overwrite or is_resumed)
     _check_topology(config, sync=sync, address=address)
@@ -199,7 +197,7 @@ def check_run(
         logger.warning("model.trust_remote_code is on: code that comes with the models runs with your permissions.")
     from coati.build import check_inputs
 
-    check_inputs(config)
+    check_inputs(config, has_reward=has_reward)
     return choose_start(config) if is_resumed else None
 
 
@@ -272,7 +270,10 @@ def execute(
         on_progress(log.snapshot())
         if not sync:
             options |= {"address": address, "log_to_driver": log_to_driver}
-        _new_run(config, log, parts or {}, sync=sync, **options).run(str(folder.resolve() / "model"))
+        from coati.build import quiet_transformers
+
+        with quiet_transformers():
+            _new_run(config, log, parts or {}, sync=sync, **options).run(str(folder.resolve() / "model"))
         was_stopped = should_stop() and log.state.step < steps
     return RunResult(
         config=config,

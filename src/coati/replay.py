@@ -18,7 +18,6 @@ from torch import Tensor
 
 from coati import build
 from coati.batching import pad_items, split_experience_batch
-from coati.checks import avoid_hub_without_network
 from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import CheckpointError, ConfigError, ReplayDiffers
@@ -279,7 +278,6 @@ def replay(
 
 def _settings(folder: Path) -> RunSettings:
     config = resumed_settings(folder, ()).model_copy(update={"eval": ()})  # which changes nothing that was trained
-    avoid_hub_without_network(config)
     if config.rollout.engine == "vllm":
         raise ConfigError(
             f'coati replay follows runs of our own engines, got {str(folder)!r} with rollout.engine = "vllm", which '

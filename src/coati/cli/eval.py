@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coati.checks import check_sources
 from coati.cli.train import Verbose, show_messages
 from coati.config import RunSettings, load_config
 from coati.counting import counted
@@ -41,9 +40,10 @@ def evaluate(
     console = Console()
     path, config = _resolved(target, settings)
     show_messages(verbose)
-    check_sources(config)
+    from coati.build import check_inputs
     from coati.evaluation.evaluator import evaluate_model
 
+    check_inputs(config)
     base = config.model.path if base is None else base
     found: dict[str, list[Evaluation]] = {}
     for model in [path] if base in ("none", path) else [path, base]:

@@ -113,11 +113,6 @@ def _show_result(console: Console, result: RunResult) -> None:
 
 def execute(config: RunSettings, console: Console, *, verbose: bool, **options: Any) -> RunResult:
     """Run to the end, or to a stop signal, with a live view; `options` are those of `coati.entry.execute`."""
-    if config.logging.tensorboard and not config.logging.writes_tensorboard:
-        console.print(
-            "No TensorBoard files: the package is not installed (pip install tensorboard). metrics.jsonl has all. "
-            "logging.tensorboard = false says that none are wanted."
-        )
     with StopSignal(console) as stop, LiveView(console) as view:
 
         def show(snapshot: RunSnapshot) -> None:

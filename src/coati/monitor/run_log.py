@@ -16,7 +16,7 @@ from coati.monitor.timeline import Span
 
 logger = logging.getLogger(__name__)
 
-_PACE_SECONDS: Final = 60.0
+_PACE_STEPS: Final = 20  # the first steps compile and fill caches, and makers may join later
 _MAX_ROWS_HELD: Final = 64
 _MAX_QUARANTINED: Final = 1000
 
@@ -33,9 +33,8 @@ class RunSnapshot:
     buffer_batches: int | None = None  # batches waiting in the replay buffer
     num_made: int = 0  # samples that makers have made
     num_trained: int = 0  # samples that were trained on; the later epochs of a version count as a part of them
-    samples_per_second: float | None = None  # made in the last minute
-    seconds_per_step: float | None = None
-    """In the last minute, or since training began if no step ended in it; None before the first step."""
+    samples_per_second: float | None = None  # made during the last steps
+    seconds_per_step: float | None = None  # of the last steps
     elapsed: float = 0.0  # seconds since training began
     startup: float = 0.0  # seconds before that
     message: str = ""  # what the run is doing, if the numbers do not show it
@@ -91,18 +90,22 @@ class RunLog:
         self._restarted_at: list[int] = []  # versions from which trainers continued
         self._on_begin = on_begin
         self._opened = self._started = self._clock()
-        self._pace = _Pace(self._started)
+        self._note_pace()
 
     def begin(self) -> None:
         """Training starts now: the pace and samples per second leave out what came before."""
         self._on_begin()
         self._started = self._clock()
-        self._pace = _Pace(self._started, self.state.step, self.state.num_made)
+        self._note_pace()
 
     def stand_at(self, step: int, version: int) -> None:
         """So far has the run come before this start: the pace leaves it out."""
         self.state.step, self.state.version = step, version
-        self._pace = _Pace(self._clock(), step, self.state.num_made)
+        self._note_pace()
+
+    def _note_pace(self) -> None:
+        """Measure the pace from here on."""
+        self._marks = deque([(self._clock(), self.state.step, self.state.num_made)], maxlen=_PACE_STEPS + 1)
 
     def continue_from(self, step: int, version: int, *, is_restart: bool = False) -> None:
         """Go on after a step: what is known of later ones, here and in the files of the run, is cut off.
@@ -197,12 +200,14 @@ class RunLog:
     def snapshot(self) -> RunSnapshot:
         """Return where the run stands."""
         clock, now = self._clock(), self.state
-        samples_per_second, seconds_per_step = self._pace.note(clock, now.step, now.num_made)
+        if now.step > self._marks[-1][1]:
+            self._marks.append((clock, now.step, now.num_made))
+        (first, first_step, first_made), (last, last_step, _) = self._marks[0], self._marks[-1]
         return replace(
             now,
             num_trained=now.step * self._total_samples // max(1, now.total_steps),
-            samples_per_second=samples_per_second,
-            seconds_per_step=seconds_per_step,
+            samples_per_second=(now.num_made - first_made) / (clock - first) if clock > first else None,
+            seconds_per_step=(last - first) / (last_step - first_step) if last_step > first_step else None,
             elapsed=clock - self._started,
             startup=self._started - self._opened,
             restarts=dict(now.restarts),
@@ -276,22 +281,3 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
             if "/" in name:
                 numbers[name] = float(value)
     return numbers
-
-
-class _Pace:
-    """The pace of the last minute: the first steps compile and fill caches, and makers may join later."""
-
-    def __init__(self, now: float, step: int = 0, num_samples: int = 0) -> None:
-        self._first = (now, step)
-        self._marks = deque([(now, step, num_samples)])
-
-    def note(self, now: float, step: int, num_samples: int) -> tuple[float | None, float | None]:
-        """Remember where the run stands; return samples per second, and seconds per step once one was done."""
-        self._marks.append((now, step, num_samples))
-        while len(self._marks) > 2 and self._marks[1][0] <= now - _PACE_SECONDS:
-            self._marks.popleft()
-        seconds, steps, samples = (last - first for first, last in zip(self._marks[0], self._marks[-1], strict=True))
-        rate = samples / seconds if seconds > 0 else None
-        if not steps:
-            seconds, steps = now - self._first[0], step - self._first[1]
-        return rate, seconds / steps if steps else None

@@ -52,8 +52,9 @@ class PromptStream:
         seed: int = 0,
         context_length: int | None = None,
     ) -> None:
-        self._columns = table.other_columns
-        if taken := [name for name in self._columns if name in RESERVED_COLUMNS]:
+        self.columns = table.other_columns
+        """All columns but the prompts."""
+        if taken := [name for name in self.columns if name in RESERVED_COLUMNS]:
             raise DataError(
                 f"{table.source} has a column {taken[0]!r} besides the prompts in {table.column!r}, but that name is "
                 f"reserved, as are {', '.join(RESERVED_COLUMNS)}. Rename the column."
@@ -130,7 +131,7 @@ class PromptStream:
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise DataError(f"{where} cannot be tokenized: {what}. Correct the text.") from error
-        columns = {"prompt": text, **{name: self._table.rows[row].get(name) for name in self._columns}}
+        columns = {"prompt": text, **{name: self._table.rows[row].get(name) for name in self.columns}}
         return Sample(UNKNOWN_ID, ids, columns=columns, lost=self._skip_reason(len(ids)))
 
     def _tokenize(self, text: str, *, is_chat: bool) -> list[int]:

@@ -8,7 +8,6 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -90,31 +89,29 @@ def check_source(path: str) -> None:
         )
 
 
-def load_prompts(
-    path: str | Path, *, split: str = "train", subset: str = "", column: str = "prompt", limit: int | None = None
-) -> PromptTable:
+def load_prompts(path: str | Path, *, split: str = "train", subset: str = "", column: str = "prompt") -> PromptTable:
     """Load prompts from a .jsonl, .json, .csv or .parquet file, a `datasets` folder, or a `datasets` name.
 
     A single file is one split, whatever `split` says, except for a .json file that holds several by name. `subset` is
-    the configuration of a hub dataset. `limit` reads only the first rows of a JSONL file.
+    the configuration of a hub dataset.
     """
     check_source(str(path))
     file = Path(path)
     if file.suffix == ".jsonl":
-        numbered = _read_jsonl(file, limit)
+        numbered = _read_jsonl(file)
         lines, rows = list(numbered), list(numbered.values())
         return PromptTable(rows=rows, column=column, source=str(path), lines=lines)
     return PromptTable(rows=_read_dataset(str(path), split, subset), column=column, source=str(path))
 
 
-def _read_jsonl(path: Path, limit: int | None) -> dict[int, Row]:
+def _read_jsonl(path: Path) -> dict[int, Row]:
     """Rows by line number; blank lines are left out."""
     rows: dict[int, Row] = {}
     try:
         with path.open("rb") as file:
-            filled = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-            for number, line in islice(filled, limit):
-                rows[number] = _parse_line(line, f"{path}:{number}")
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    rows[number] = _parse_line(line, f"{path}:{number}")
     except OSError as error:
         raise DataError(f"prompts.path {str(path)!r} cannot be read: {error.strerror}.") from None
     return rows

@@ -1,11 +1,8 @@
 """`[[eval]]` in a settings file: what a set takes from the run, and what is refused."""
 
-import json
-
 import pytest
 
 from coati import entry
-from coati.checks import preflight
 from coati.config import build_config, dump_config, load_config, plan_lines
 from coati.errors import ConfigError
 
@@ -97,23 +94,6 @@ def test_names_differ_and_one_set_chooses_the_best():
     for second in ({**first, "name": "b"}, {**first, "best_by": ""}):
         with pytest.raises(ConfigError, match="eval"):
             build_config({**RUN, "eval": [first, second]})
-
-
-def test_a_set_is_checked_before_anything_starts(tmp_path):
-    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n")
-    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "a"}) + "\n")
-    (tmp_path / "graders.py").write_text("def f(completions):\n    return [0.0] * len(completions)\n")
-    run = {**RUN, "prompts": {"path": str(tmp_path / "train.jsonl")}}
-    run["reward"] = {"function": "graders:f", "search_paths": [str(tmp_path)]}
-    held_out = {"name": "held-out", "prompts": {"path": str(tmp_path / "test.jsonl")}}
-    problems = preflight(build_config({**run, "eval": [held_out | {"reward": {"function": "graders:g"}}]}))
-    own = [problem for problem in problems if "held-out" in problem]
-    assert len(own) == 2
-    assert any("'prompt'" in problem for problem in own)
-    assert any("graders:g" in problem for problem in own)
-    run["reward"] = {"function": "no-such"}
-    problems = preflight(build_config({**run, "eval": [held_out]}))
-    assert sum("no-such" in problem for problem in problems) == 1, "the set has the run's reward"
 
 
 def test_the_plan_tells_of_sets():

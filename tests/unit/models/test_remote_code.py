@@ -9,7 +9,7 @@ from transformers import dynamic_module_utils
 
 from coati import build, entry
 from coati.config import build_config
-from coati.errors import ConfigError, DataError
+from coati.errors import ConfigError
 
 
 @pytest.fixture
@@ -49,8 +49,7 @@ def test_a_models_own_code_runs_only_if_it_is_trusted(config, tmp_path):
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_trusting_a_models_code_is_warned_about(config, trust, monkeypatch, caplog):
-    monkeypatch.setattr(entry, "check_sources", lambda *_, **__: None)
-    with caplog.at_level(logging.WARNING), pytest.raises(DataError, match=r"p\.jsonl"):
+def test_trusting_a_models_code_is_warned_about(config, trust, caplog):
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match=r"p\.jsonl"):
         entry.check_run(config(trust), is_resumed=False, overwrite=False, sync=True, address=None)
     assert ("trust_remote_code" in caplog.text) == trust

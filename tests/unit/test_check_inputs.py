@@ -1,26 +1,27 @@
-"""Checks of what settings point at, without torch."""
+"""What settings point at is loaded before a run, and mistakes in it are reported together."""
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
-from coati.checks import preflight
-from coati.config import load_config
+from coati.build import check_inputs
+from coati.config import build_config, load_config
+from coati.demo.base_model import build_tokenizer
+from coati.errors import CoatiError
 from coati.prompts.table import looks_local
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with everything a run needs, as the working directory."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
-    write_weights(tmp_path / "model/model.safetensors", ["model.norm.weight"])
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the film"}\n')
     (tmp_path / "scoring.py").write_text("def praise(completions): ...\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -31,16 +32,17 @@ def folder(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def write_weights(path, names, *, missing=0):
-    """A safetensors file of a number for each name, or of some bytes less."""
-    entries = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
-    header = json.dumps({"__metadata__": {}, **entries}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4 * len(names) - missing))
-
-
 def problems(*overrides):
     required = ["model.path=./model", "prompts.path=prompts.jsonl", "reward.function=scoring:praise"]
-    return preflight(load_config(None, [*required, *overrides]))
+    return problems_of(load_config(None, [*required, *overrides]))
+
+
+def problems_of(config):
+    try:
+        check_inputs(config)
+    except CoatiError as error:
+        return str(error).splitlines()
+    return []
 
 
 def test_a_sound_run_has_no_problems(folder):
@@ -59,12 +61,7 @@ def test_a_folder_that_is_no_model(folder):
     (folder / "empty").mkdir()
     (problem,) = problems("model.reference=./empty")
     assert "model.reference" in problem
-    assert "has no config.json" in problem
-
-
-def test_hub_names_are_left_to_the_hub(folder):
-    assert problems("model.path=someone/some-model", "model.reference=gpt2") == []
-    assert looks_local("model/typo")  # lies in a folder that exists
+    assert "config.json" in problem
 
 
 @pytest.mark.parametrize(
@@ -82,14 +79,7 @@ def test_prompt_files_are_looked_into(folder, name, text, expected):
     if text is not None:
         (folder / name).write_text(text)
     (problem,) = problems(f"prompts.path={name}")
-    assert problem.startswith("prompts.path")
     assert expected in problem
-
-
-def test_only_the_first_rows_are_read(folder):
-    rows = [json.dumps({"prompt": "x"})] * 50
-    (folder / "long.jsonl").write_text("\n".join([*rows, "not json"]))
-    assert problems("prompts.path=long.jsonl") == []
 
 
 def test_a_prompt_path_that_is_nothing(folder):
@@ -98,7 +88,7 @@ def test_a_prompt_path_that_is_nothing(folder):
     assert looks_local("missing.jsonl")  # is no hub name
     (problem,) = problems("prompts.path=missing.jsonl")
     assert "'missing.jsonl', which does not exist" in problem
-    assert problems("prompts.path=someone/dataset") == []
+    assert looks_local("model/typo")  # lies in a folder that exists
 
 
 def test_reward_functions_are_imported(folder):
@@ -118,25 +108,30 @@ def test_the_folder_of_the_toml_file_is_searched_first(folder):
     (folder / "deep/run.toml").write_text(
         '[model]\npath = "./model"\n[prompts]\npath = "prompts.jsonl"\n[reward]\nfunction = "mine:praise"\n'
     )
-    assert preflight(load_config(Path("deep/run.toml"))) == []
+    assert problems_of(load_config(Path("deep/run.toml"))) == []
 
 
 def test_each_term_is_checked(folder):
-    terms = '[{ function = "scoring:praise" }, { function = "scoring:nope" }, { model = "./gone" }]'
-    found = problems("reward.function=''", f"reward.terms={terms}")
-    assert [problem.split()[0] for problem in found] == ["reward.terms[2].model", "reward.terms[1].function:"]
+    for term, key in (
+        ("function = 'scoring:nope'", "reward.terms[1].function:"),
+        ("model = './gone'", "reward.terms[1].model"),
+    ):
+        terms = f"[{{ function = 'scoring:praise' }}, {{ {term} }}]"
+        (problem,) = problems("reward.function=''", f"reward.terms={terms}")
+        assert problem.startswith(key)
 
 
-def test_the_example_is_sound_but_for_the_demo_model():
-    code = (
-        "import sys; from pathlib import Path; "
-        "from coati.checks import preflight; from coati.config import load_config; "
-        "config = load_config(Path('examples/film/run.toml'), ['model.path=x/y']); "
-        "print(preflight(config)); "
-        "print('torch' in sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.stdout.split("\n")[:2] == ["[]", "False"], result.stderr
+def test_mistakes_are_reported_together_and_each_once(folder):
+    data = {"model": {"path": "./model", "critic": "./gone"}, "prompts": {"path": "prompts.jsonl"}}
+    sets = [{"name": name, "prompts": {"path": path}} for name, path in (("a", "none.jsonl"), ("b", "prompts.jsonl"))]
+    found = problems_of(build_config({**data, "reward": {"function": "scoring:nope"}, "eval": sets}))
+    assert [problem.split()[0] for problem in found] == ["model.critic", "reward.function:", "eval"]
+    assert "eval 'a': prompts.path is 'none.jsonl'" in found[-1]
+
+
+def test_the_example_is_sound(folder, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert problems_of(load_config(Path("examples/film/run.toml"), [f"model.path={folder / 'model'}"])) == []
 
 
 def test_a_reward_parameter_that_nothing_is_passed_for(folder):
@@ -158,37 +153,6 @@ def test_a_reward_parameter_that_nothing_is_passed_for(folder):
     assert "reward.function: Reward 'regex': missing a required argument: 'pattern'" in problem
 
 
-def write_parts(folder, names):
-    (folder / "model.safetensors").rename(folder / "part-1.safetensors")
-    index = {"weight_map": dict.fromkeys(names, "part-1.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-@pytest.mark.parametrize("content", [b"", b"1234", b"\xff" * 16, (4).to_bytes(8, "little") + b"[1]]"])
-@pytest.mark.parametrize("key", ["model.path", "model.reference", "model.critic", "reward.model"])
-def test_weights_that_are_none(folder, content, key):
-    (folder / "bad").mkdir()
-    (folder / "bad/config.json").write_text("{}")
-    (folder / "bad/model.safetensors").write_bytes(content)
-    settings = [f"{key}=./bad", 'lora.target_modules=["anything"]', "lora.rank=8"]
-    found = problems(*settings, *(["reward.function="] if key == "reward.model" else []))
-    assert f"{key} is './bad', whose model.safetensors is " in found[0]
-
-
-def test_a_torn_file_of_weights(folder):
-    write_weights(folder / "model/model.safetensors", ["a", "b"], missing=3)
-    (problem,) = problems()
-    assert "whose model.safetensors is damaged" in problem
-    assert "Use another copy" in problem
-
-
-def test_parts_of_weights_that_are_torn(folder):
-    write_parts(folder / "model", ["model.norm.weight"])
-    assert problems() == []
-    write_weights(folder / "model/part-1.safetensors", ["model.norm.weight"], missing=1)
-    assert "whose part-1.safetensors is damaged" in problems()[0]
-
-
 def test_a_config_that_is_none(folder):
     (folder / "model/config.json").write_text("{")
-    assert "whose config.json is not a JSON object" in problems("rollout.max_new_tokens=100000")[0]
+    assert "config.json" in problems()[0]
