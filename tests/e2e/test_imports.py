@@ -27,7 +27,7 @@ CONTRACT = {
     "coati.trainer.optim": ["HybridAdam"],
 }
 
-NEEDS_A_GPU = ["coati.rollout.native.kernels", "coati.algos.head_kernels"]  # import Triton
+NEEDS_A_GPU = ["coati.rollout.native.kernels"]  # import Triton
 
 # One fresh interpreter walks through the stages and says after each which heavy packages are in.
 PROBE = """

@@ -1,14 +1,17 @@
-"""Log-probs from hidden states on a GPU: the kernels are taken, and agree with torch at real sizes."""
+"""Log-probs from hidden states on a GPU: they are compiled, and agree with torch at real sizes."""
+
+import warnings
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from coati.algos.logprobs import (
-    TORCH_HEAD,
     _add_product,
+    _compiled,
+    _gradient_in_place,
+    _read_off_at_once,
     head_logprobs_and_entropy,
-    head_operations,
     logprobs_and_entropy,
 )
 
@@ -21,12 +24,6 @@ def random(*shape, seed=0, dtype=torch.bfloat16):
     return torch.randn(shape, generator=generator, device=CUDA).to(dtype)
 
 
-def test_kernels_are_taken_in_every_format_they_know():
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert head_operations(CUDA, dtype) is not TORCH_HEAD
-    assert head_operations(CUDA, torch.float64) is TORCH_HEAD
-
-
 @pytest.mark.parametrize("chunk_tokens", [0, 130])
 def test_numbers_and_gradients_are_those_of_the_logits(chunk_tokens):
     hidden, weight = random(500, 256), 0.2 * random(VOCABULARY, 256, seed=1)
@@ -34,6 +31,7 @@ def test_numbers_and_gradients_are_those_of_the_logits(chunk_tokens):
     temperature = torch.linspace(0.5, 2.0, 500, device=CUDA)
     factors = random(2, 500, seed=2, dtype=torch.float32)
     results = []
+    warnings.simplefilter("error", RuntimeWarning)  # what does not compile is computed all the same
     for way in ("head", "logits"):
         inputs = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weight)]
         if way == "head":
@@ -52,13 +50,13 @@ def test_rows_beyond_two_to_the_31_logits():
     logits = random(1, VOCABULARY).expand(count, -1).contiguous()
     logits[-1] = random(VOCABULARY, seed=3)
     tokens = torch.full((count,), VOCABULARY - 1, device=CUDA)
-    head = head_operations(CUDA, torch.bfloat16)
     expected = logits[[0, -1]].float().log_softmax(-1)
-    logprobs, _, sums = head.read_off(logits, tokens, None, with_entropy=False)
+    logprobs, _, sums = _compiled(_read_off_at_once)(logits, tokens, None, False)
     torch.testing.assert_close(logprobs[[0, -1]], expected[:, -1], rtol=1e-5, atol=1e-5)
     ones = torch.ones(count, device=CUDA)
-    gradient = head.gradient(logits, tokens, None, sums, ones, None, None)[[0, -1]]
-    assert gradient[:, -1].tolist() == pytest.approx((1 - expected[:, -1].exp()).tolist(), rel=1e-2)
+    gradient, of_tokens = _compiled(_gradient_in_place)(logits, tokens, None, sums, ones, None, None)
+    gradient = gradient[[0, -1]]
+    assert of_tokens[[0, -1], 0].tolist() == pytest.approx((1 - expected[:, -1].exp()).tolist(), rel=1e-2)
     torch.testing.assert_close(gradient[:, :-1].float(), -expected[:, :-1].exp(), rtol=1e-2, atol=1e-6)
 
 
@@ -77,8 +75,9 @@ def test_products_of_half_precision_are_added_up_in_float32(dtype):
 def test_a_chunk_of_logits_exists_once():
     hidden, weight = random(20_000, 64).requires_grad_(), random(VOCABULARY, 64, seed=1).requires_grad_()
     tokens = torch.randint(VOCABULARY, (20_000,), device=CUDA)
-    head_operations(CUDA, torch.bfloat16)
-    torch.cuda.synchronize()
+    sum(map(torch.sum, head_logprobs_and_entropy(hidden, weight, tokens))).backward()  # compiles
+    hidden.grad = weight.grad = None
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     logprobs, entropy = head_logprobs_and_entropy(hidden, weight, tokens)

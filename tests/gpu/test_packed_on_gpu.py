@@ -106,7 +106,8 @@ def test_memory_of_the_log_prob_step_does_not_grow_with_the_vocabulary_times_tok
         score(hidden).sum().backward()
         return torch.cuda.max_memory_allocated() - before
 
-    ours = peak(lambda hidden: head_logprobs_and_entropy(hidden, weight, tokens)[0])
+    for _ in range(2):  # the first compiles, and tries kernels
+        ours = peak(lambda hidden: head_logprobs_and_entropy(hidden, weight, tokens)[0])
     with_logits = peak(lambda hidden: logprobs_and_entropy(F.linear(hidden, weight), tokens)[0])
     assert with_logits > 8192 * 32000 * 2 * 2  # the logits, and their gradient
     assert ours < with_logits / 8

@@ -6,8 +6,9 @@ form: with z = logits / temperature, p = softmax(z), H its entropy and a the tok
     d log p_a / dz = onehot(a) - p   and   dH / dz = -p · (log p + H).
 
 For `head_logprobs_and_entropy` no `[tokens, vocabulary]` tensor exists: the head is applied to a chunk, what is wanted
-is read off, by torch or on a GPU by Triton kernels (`head_kernels.py`), and the logits are dropped. A token's numbers
-do not depend on the size of the chunks; sums over tokens, and results, are in float32 at least. Differentiable once.
+is read off, and the logits are dropped. On a GPU that is compiled, because single operations widen logits to float32
+and pass over them again and again, which costs more than the product with the head. A token's numbers do not depend on
+the size of the chunks; sums over tokens, and results, are in float32 at least. Differentiable once.
 
 `temperature` is a number, or a tensor whose shape leads that of the tokens, such as `[B]`.
 """
@@ -15,7 +16,7 @@ do not depend on the size of the chunks; sums over tokens, and results, are in f
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +27,10 @@ from coati.errors import ConfigError
 
 # Tokens of given logits that are widened at once.
 _CHUNK_TOKENS = 4096
-# Bytes of the logits of one chunk: on an accelerator small products would waste it. torch makes float32 copies of them.
+# Bytes of the logits of one chunk: small products would waste an accelerator; uncompiled there are float32 copies too.
 _CHUNK_BYTES = 1 << 30
-_CHUNK_BYTES_TORCH = 1 << 28
+_CHUNK_BYTES_UNCOMPILED = 1 << 28
 _CHUNK_BYTES_CPU = 1 << 27
-# How far kernels may be from torch in their trial, as a part of the largest result; gradients are in these formats.
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # An accelerator's chunks are cut to a multiple of this many tokens, which matrix products like.
 _CHUNK_STEP = 128
 
@@ -113,22 +112,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
         # An entropy that only feeds a metric has no gradient; None instead of zeros saves its part of the backward.
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.chunk_tokens = dtype, chunk_tokens
-        operations = TORCH_HEAD if weight is None else head_operations(inputs.device, dtype)
+        is_compiled = weight is not None and _compiles(inputs.device)
+        read_off: Callable[..., Any] = _compiled(_read_off_at_once) if is_compiled else _read_off
         narrow = _narrow(weight, dtype), _narrow(bias, dtype)
         logprobs = torch.empty(tokens.shape, dtype=wide_format(dtype), device=inputs.device)
         entropy = torch.empty_like(logprobs) if with_entropy else None
-        sums: list[Tensor] = []
+        all_sums = []
         for at in _chunks(len(tokens), chunk_tokens):
             logits = _logits(inputs[at], *narrow)
-            reading = operations.read_off(logits, tokens[at], _part(scale, at), with_entropy=with_entropy)
+            logprobs[at], of_chunk, sums = read_off(logits, tokens[at], _part(scale, at), with_entropy)
             del logits  # before the next chunk's are there
-            logprobs[at] = reading.logprobs
             if entropy is not None:
-                assert reading.entropy is not None
-                entropy[at] = reading.entropy
-            if reading.sums is not None:
-                sums.append(reading.sums)
-        ctx.save_for_backward(inputs, weight, bias, tokens, scale, entropy, torch.cat(sums, 1) if sums else None)
+                entropy[at] = of_chunk
+            all_sums.append(sums)
+        ctx.save_for_backward(
+            inputs, weight, bias, tokens, scale, entropy, torch.cat(all_sums) if is_compiled else None
+        )
         return logprobs, entropy
 
     @staticmethod
@@ -138,7 +137,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 8
         wide = wide_format(ctx.dtype)
-        operations = TORCH_HEAD if weight is None else head_operations(inputs.device, ctx.dtype)
+        gradient = _gradient if sums is None else _compiled(_gradient_in_place)
         narrow = _narrow(weight, ctx.dtype), _narrow(bias, ctx.dtype)
         wants_inputs, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_inputs = torch.empty_like(inputs) if wants_inputs else None
@@ -146,15 +145,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
         for at in _chunks(len(tokens), ctx.chunk_tokens):
             logits = _logits(inputs[at], *narrow)
-            grad = operations.gradient(
-                logits,
-                tokens[at],
-                _part(scale, at),
-                None if sums is None else sums[:, at],
-                _part(grad_logprobs, at),
-                _part(grad_entropy, at),
-                _part(entropy, at),
-            )
+            given = (_part(each, at) for each in (scale, sums, grad_logprobs, grad_entropy, entropy))
+            grad, of_tokens = gradient(logits, tokens[at], *given)
+            grad.scatter_(-1, tokens[at].unsqueeze(-1), of_tokens)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=wide)
             if grad_inputs is not None:
@@ -208,7 +201,7 @@ def _tokens_of_a_chunk(vocabulary: int, device: torch.device, dtype: torch.dtype
     """How many tokens' logits to compute at once."""
     budget = _CHUNK_BYTES_CPU
     if device.type != "cpu":
-        budget = _CHUNK_BYTES_TORCH if head_operations(device, dtype) is TORCH_HEAD else _CHUNK_BYTES
+        budget = _CHUNK_BYTES if _compiles(device) else _CHUNK_BYTES_UNCOMPILED
     most = max(1, budget // (vocabulary * dtype.itemsize))
     return most if device.type == "cpu" or most < _CHUNK_STEP else most - most % _CHUNK_STEP
 
@@ -239,124 +232,106 @@ def _adds_products_in_place(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((total - expected).abs().max() < 1e-4)
 
 
-class Reading(NamedTuple):
-    """[n] each, in at least float32."""
-
-    logprobs: Tensor
-    entropy: Tensor | None
-    sums: Tensor | None
-    """[2, n] what the kernels want back for the gradient; None from torch, which reduces again."""
-
-
-class HeadOperations(NamedTuple):
-    """What is done with a chunk of logits."""
-
-    read_off: Callable[..., Reading]
-    gradient: Callable[..., Tensor]
-    """May write over the logits."""
+@functools.cache
+def _compiles(device: torch.device) -> bool:
+    """Whether torch.compile works on a device: tried once, on an accelerator; warns if it does not."""
+    if device.type == "cpu":
+        return False
+    try:
+        torch.compile(torch.neg)(torch.zeros(2, device=device))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # no Triton, no C compiler, a card or driver that it does not know
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        warnings.warn(f"computing log-probs uncompiled, which is slower: {reason}", RuntimeWarning, stacklevel=2)
+        return False
+    return True
 
 
 @functools.cache
-def head_operations(device: torch.device, dtype: torch.dtype) -> HeadOperations:
-    """Kernels for logits on a GPU where they have shown, once, that they compute what torch does; torch otherwise."""
-    if device.type != "cuda" or dtype not in _TOLERANCE:
-        return TORCH_HEAD
-    try:
-        from coati.algos.head_kernels import gradient_in_place, read_off
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function of tensors for any length of their first dimension."""
+    compiled = torch.compile(function)
 
-        kernels = HeadOperations(read_off, gradient_in_place)
-        errors = _trial_errors(kernels, device, dtype)
-        wrong = [name for name, error in errors.items() if not error <= _TOLERANCE[dtype]]
-        reason = f"their results differ from torch's ({', '.join(wrong)})" if wrong else ""
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # not installed, no compiler, a card or driver that it does not know
-        reason = f"{type(error).__name__}: {error}"
-    if reason:
-        warnings.warn(
-            f"computing log-probs without Triton kernels, which is slower: {reason}", RuntimeWarning, stacklevel=2
-        )
-        return TORCH_HEAD
-    return kernels
+    def call(*args: Any) -> Any:
+        for tensor in args:
+            if isinstance(tensor, Tensor):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(*args)
 
-
-@torch.no_grad()
-def _trial_errors(kernels: HeadOperations, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """How far kernels are from torch, by result: with a vocabulary of odd size, and a token that cannot come."""
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = 5003
-    logits = (3 * torch.randn(4, vocabulary, generator=generator)).to(device, dtype)
-    logits[1, 17] = -torch.inf
-    tokens = torch.tensor([0, 18, 4999, vocabulary - 1], device=device)
-    grads = torch.randn(2, 4, generator=generator).to(device)
-    temperatures = torch.tensor([[0.5], [1.0], [0.7], [2.0]], device=device)
-    results: list[dict[str, Tensor]] = []
-    for head in (kernels, TORCH_HEAD):
-        found: dict[str, Tensor] = {}
-        for name, scale in (("", None), (" at a temperature", temperatures)):
-            reading = head.read_off(logits, tokens, scale, with_entropy=True)
-            assert reading.entropy is not None
-            found[f"log-probs{name}"], found[f"entropy{name}"] = reading.logprobs, reading.entropy
-            for what, by_entropy in (("gradient", None), ("gradient of entropy", grads[1])):
-                given = (scale, reading.sums, grads[0], by_entropy, reading.entropy)
-                found[what + name] = head.gradient(logits.clone(), tokens, *given).float()
-        results.append(found)
-    return {
-        name: float((results[0][name] - expected).abs().max() / expected.abs().max())
-        for name, expected in results[1].items()
-    }
+    return call
 
 
 def _read_off(
     logits: Tensor,  # [n, V]
     tokens: Tensor,  # [n]
     scale: Tensor | None,  # [n, 1]
-    *,
     with_entropy: bool,
-) -> Reading:
-    """Log-prob of each token and entropy of its distribution."""
-    log_p = _log_softmax(logits, scale)
+) -> tuple[Tensor, Tensor | None, None]:
+    """Log-prob of each token and entropy of its distribution, [n] each."""
+    log_p = _log_softmax(logits, scale, None)
     chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     if not with_entropy:
-        return Reading(chosen, None, None)
+        return chosen, None, None
     p = log_p.exp()  # not torch's entr, which is many times slower on a CPU
-    return Reading(chosen, -log_p.clamp_(min=torch.finfo(log_p.dtype).min).mul_(p).sum(-1), None)
+    return chosen, -log_p.clamp_(min=torch.finfo(log_p.dtype).min).mul_(p).sum(-1), None
+
+
+def _read_off_at_once(
+    logits: Tensor, tokens: Tensor, scale: Tensor | None, with_entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The same, compiled in fewer passes, and [n, 2] the largest logit and the log of the sum above it."""
+    z = _scaled(logits, scale).to(wide_format(logits.dtype))
+    top = z.amax(-1, keepdim=True)
+    above = z - top
+    mass = above.exp()
+    total = mass.sum(-1, keepdim=True)
+    # Apart, and not as their sum: 1 - p of a likely token needs the digits that the sum would lose.
+    sums = torch.cat([top, total.log()], dim=1)
+    chosen = above.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - sums[:, 1]
+    if not with_entropy:
+        return chosen, None, sums
+    return chosen, sums[:, 1] - (above.clamp(min=-1e4) * mass).sum(-1) / total.squeeze(-1), sums
 
 
 def _gradient(
     logits: Tensor,  # [n, V]
     tokens: Tensor,  # [n]
     scale: Tensor | None,  # [n, 1]
-    _sums: Tensor | None,
+    sums: Tensor | None,  # [n, 2] of `_read_off_at_once`; None: all is reduced again
     grad_logprobs: Tensor | None,  # [n]
     grad_entropy: Tensor | None,  # [n]
     entropy: Tensor | None,  # [n]
-) -> Tensor:
-    """Gradient of the loss by the logits, [n, V], in their format."""
+) -> tuple[Tensor, Tensor]:
+    """Gradient of the loss by the logits, [n, V], and what stands at the tokens instead, [n, 1], in their format."""
     wide, index = wide_format(logits.dtype), tokens.unsqueeze(-1)
     by_logprob = torch.zeros_like(index, dtype=wide) if grad_logprobs is None else grad_logprobs.unsqueeze(-1)
     if grad_entropy is None:
-        # p - onehot in full precision: 1 - p is small where the token was likely.
-        gradient = _scaled(logits, scale).softmax(-1, dtype=wide)
-        gradient.scatter_add_(-1, index, torch.full_like(by_logprob, -1.0))
+        is_reduced = sums is not None
+        gradient = (
+            _log_softmax(logits, scale, sums).exp() if is_reduced else _scaled(logits, scale).softmax(-1, dtype=wide)
+        )
+        own = gradient.gather(-1, index) - 1.0  # in full precision: 1 - p is small where the token was likely
         factor = -by_logprob
     else:
         assert entropy is not None
-        log_p = _log_softmax(logits, scale)
+        log_p = _log_softmax(logits, scale, sums)
         p = log_p.exp()
         # A token that cannot come has log p = -inf, and 0 · -inf is nan; below -1e4 p is 0.
         gradient = log_p.clamp_(min=-1e4).add_(entropy.unsqueeze(-1))
         gradient.mul_(-grad_entropy.unsqueeze(-1)).sub_(by_logprob).mul_(p)
-        gradient.scatter_add_(-1, index, by_logprob)
+        own = gradient.gather(-1, index) + by_logprob
         factor = torch.ones_like(by_logprob)
     if scale is not None:
         factor = factor / scale
-    if gradient.dtype == logits.dtype:
-        return gradient.mul_(factor)
-    return torch.mul(gradient, factor, out=torch.empty_like(logits))  # multiplied and narrowed in one pass
+    own = (own * factor).to(logits.dtype)
+    return gradient.mul_(factor).to(logits.dtype), own
 
 
-TORCH_HEAD = HeadOperations(_read_off, _gradient)
+def _gradient_in_place(logits: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    """`_gradient` in the memory of the logits."""
+    gradient, of_tokens = _gradient(logits, *given)
+    return logits.copy_(gradient), of_tokens
 
 
 def wide_format(dtype: torch.dtype) -> torch.dtype:
@@ -368,5 +343,8 @@ def _scaled(logits: Tensor, scale: Tensor | None) -> Tensor:
     return logits if scale is None else logits.to(wide_format(logits.dtype)) / scale
 
 
-def _log_softmax(logits: Tensor, scale: Tensor | None) -> Tensor:
-    return _scaled(logits, scale).log_softmax(-1, dtype=wide_format(logits.dtype))
+def _log_softmax(logits: Tensor, scale: Tensor | None, sums: Tensor | None) -> Tensor:
+    scaled, wide = _scaled(logits, scale), wide_format(logits.dtype)
+    if sums is None:
+        return scaled.log_softmax(-1, dtype=wide)
+    return (scaled.to(wide) - sums[:, :1]) - sums[:, 1:]

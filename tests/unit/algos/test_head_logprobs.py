@@ -1,15 +1,17 @@
 """Log-probs from hidden states: the numbers and gradients of the logits, without the logits."""
 
+import functools
 import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coati.algos.logprobs import TORCH_HEAD, _trial_errors, head_logprobs_and_entropy
+from coati.algos.logprobs import _compiled, _compiles, head_logprobs_and_entropy
 
 
 def log_softmax(logits, temperature):
@@ -186,17 +188,50 @@ def test_no_tensor_has_tokens_times_vocabulary_elements(entropy_coef):
     assert plain.largest == 64 * 32
 
 
-def test_the_trial_of_kernels_notices_a_gradient_that_is_wrong():
-    cpu = torch.device("cpu")
-    assert set(_trial_errors(TORCH_HEAD, cpu, torch.float32).values()) == {0.0}
-    broken = TORCH_HEAD._replace(gradient=lambda logits, *_: logits)
-    errors = _trial_errors(broken, cpu, torch.float32)
-    assert {name for name, error in errors.items() if not error <= 0.01} == {name for name in errors if "grad" in name}
-
-
 def test_an_impossible_token_has_no_gradient_however_large_that_of_its_entropy_is():
     bias = torch.tensor([0.0, 0.0, -torch.inf])
     weight = torch.ones(3, 1, requires_grad=True)
     _, entropy = head_logprobs_and_entropy(torch.ones(1, 1), weight, torch.tensor([0]), bias=bias)
     (1e6 * entropy).sum().backward()
     assert weight.grad.tolist() == [[0.0]] * 3  # two equally likely tokens: the largest entropy there is
+
+
+def test_a_device_that_cannot_compile_is_computed_on_without_and_named_in_a_warning(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda _: fail)
+    with pytest.warns(RuntimeWarning, match="C compiler"):
+        assert not _compiles.__wrapped__(torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "temperature", "entropy_coef"), [(torch.float32, 0.7, 0.3), (torch.bfloat16, 1.0, 0.0)]
+)
+def test_compiled_it_gives_the_same_for_any_number_of_tokens(monkeypatch, dtype, temperature, entropy_coef):
+    counter = CompileCounterWithBackend("aot_eager")  # what a GPU compiles, without a compiler
+    compile_by = functools.partial(torch.compile, backend=counter)
+    monkeypatch.setattr("coati.algos.logprobs._compiled", functools.cache(lambda f: _compiled_by(f, compile_by)))
+    torch.manual_seed(0)
+    weight = torch.randn(33, 8).to(dtype).requires_grad_()
+    bias = torch.randn(33).to(dtype).requires_grad_()
+    for num_tokens in (7, 4, 11, 16):  # in chunks of 4 and rests of 3 and 0
+        hidden, targets = torch.randn(num_tokens, 8).to(dtype).requires_grad_(), torch.randint(33, (num_tokens,))
+        results = []
+        for compiles in (False, True):
+            monkeypatch.setattr("coati.algos.logprobs._compiles", lambda _, compiles=compiles: compiles)
+            logprobs, entropy = head_logprobs_and_entropy(
+                hidden, weight, targets, bias=bias, temperature=temperature, chunk_tokens=4
+            )
+            loss = (logprobs * logprobs.detach()).sum() + entropy_coef * entropy.sum()
+            results.append((logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight, bias))))
+        for plain, compiled in zip(*results, strict=True):
+            error = (compiled - plain).float().norm() / plain.float().norm()
+            assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert counter.frame_count == 2  # what is read off, and its gradient
+
+
+def _compiled_by(function, compile_function):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", compile_function)
+        return _compiled.__wrapped__(function)
