@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from checked import quiet_libraries
+
 HERE = Path(__file__).resolve().parent
 GROUP_SIZE, GROUPS = 8, 8
 STALENESS = (0, 1)
@@ -187,11 +189,10 @@ def main() -> None:
         if (variant, seed, staleness) not in done
     ]
     if not arguments.report and cells:
-        from coati.cli.train import quiet_libraries
         from coati.demo.base_model import pretrain
         from coati.demo.grammar import PROMPTS
 
-        quiet_libraries(verbose=False)
+        quiet_libraries()
         if not base.exists():
             pretrain(base)
             (base / "prompts.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in PROMPTS))

@@ -1,6 +1,7 @@
-"""Arguments that every benchmark checks in the same way."""
+"""Arguments that every benchmark checks in the same way, and what all of them keep quiet."""
 
 import argparse
+import os
 from collections.abc import Callable
 
 
@@ -56,6 +57,13 @@ def check_warmup(parser: argparse.ArgumentParser, *, steps: int, warmup: int) ->
     """End with a sentence if no step would be counted."""
     if not warmup < steps:
         parser.error(f"--steps must be above --warmup ({warmup}), which are not counted, got {steps}")
+
+
+def quiet_libraries() -> None:
+    """Keep the progress bars and hints of libraries that are imported after this out of the output."""
+    for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def _at_least(least: int, text: str) -> int:

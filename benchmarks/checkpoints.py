@@ -19,10 +19,9 @@ import time
 from pathlib import Path
 
 import torch
-from checked import check_device, one_or_more, two_or_more
+from checked import check_device, one_or_more, quiet_libraries, two_or_more
 from train_step import TINY, Case, Shape, make_batch, make_learner
 
-from coati.cli.train import quiet_libraries
 from coati.config import TrainSettings
 from coati.demo.base_model import build_tokenizer
 from coati.devices import set_up_cpu
@@ -121,7 +120,7 @@ def main() -> None:
     options = parser.parse_args()
     check_device(parser, options.device)
     steps, rounds = (10, 100) if options.device == "cpu" else (50, 5)
-    quiet_libraries(False)
+    quiet_libraries()
     if options.device == "cpu":
         set_up_cpu(1)
     shape = TINY if options.tiny else DEMO if options.device == "cpu" else Shape()

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from checked import quiet_libraries
+
 from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.monitor import RunLog
@@ -162,10 +164,9 @@ class Measured:
 
 def run(workload: Workload, folder: Path, *, makers: int = 1, staleness: int = 1, warmup: int = 4) -> Measured:
     """Train once, on a private Ray, and read the times off the spans."""
-    from coati.cli.train import quiet_libraries
     from coati.ray.launcher import DetachedRun
 
-    quiet_libraries(verbose=False)
+    quiet_libraries()
     here = folder / f"run-{makers}-{staleness}-{len(list(folder.iterdir()))}"
     here.mkdir()
     log = RunLog(

@@ -19,7 +19,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from checked import check_device, one_or_more
+from checked import check_device, one_or_more, quiet_libraries
 from detached_runs import Measured, Workload, measure
 
 from coati.config import RunSettings, build_config
@@ -46,10 +46,9 @@ def settings(workload: Workload, folder: Path, arguments: argparse.Namespace, *,
 
 def run(config: RunSettings, here: Path, *, batch: int, warmup: int) -> tuple[Measured, int]:
     """Train once; returns the times, and how many evaluations were made."""
-    from coati.cli.train import quiet_libraries
     from coati.ray.launcher import DetachedRun
 
-    quiet_libraries(verbose=False)
+    quiet_libraries()
     here.mkdir()
     log = RunLog(here, total_steps=config.train.optimizer_steps, max_spans=1_000_000)
     DetachedRun(config, log).run(str(here / "model"))

@@ -32,6 +32,7 @@ from typing import Any
 import staleness_report as report
 import torch
 import transformers
+from checked import quiet_libraries
 from staleness_run import (
     METHODS,
     MORE_METHODS,
@@ -45,7 +46,6 @@ from staleness_run import (
     run_cell,
 )
 
-from coati.cli.train import quiet_libraries
 from coati.demo.base_model import pretrain
 from coati.demo.grammar import PROMPTS
 from coati.demo.reward import sentiment_analyzer
@@ -234,7 +234,7 @@ def main() -> None:
         report.write_docs(arguments.output / "results.json", Path(__file__).resolve().parent.parent / "docs")
         return
     sentiment_analyzer()  # missed here, with its remedy, and not in every worker
-    quiet_libraries(False)
+    quiet_libraries()
     run_grid(cells, arguments.output, arguments.workers)
 
 

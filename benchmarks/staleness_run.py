@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from checked import quiet_libraries
 from fresh_samples import evaluate
 
 from coati import build
-from coati.cli.train import quiet_libraries
 from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.experience_buffer.utils import BufferItem, make_experience_batch, split_experience_batch
@@ -232,7 +232,7 @@ class StaleRun(SynchronousRun):
 
 def run_cell(cell: Cell, base: str, prompts: str) -> dict[str, Any]:
     """Train and evaluate one cell; everything about it that the report may want."""
-    quiet_libraries(False)
+    quiet_libraries()
     torch.set_num_threads(1)
     started = time.monotonic()
     config = make_config(cell, base, prompts)
