@@ -70,6 +70,46 @@ def gpt2(seed=0, **changes):
     return GPT2LMHeadModel(gpt2_config(**changes)).eval()
 
 
+SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+PLACES = {"max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": PAD}
+GROUPS = {"intermediate_size": 24, "num_key_value_heads": 2, "initializer_range": 0.4}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+ARCHITECTURES = {
+    "gpt2": ("gpt2", {"initializer_range": 0.4, "n_inner": 24}),
+    "opt": ("opt", {"init_std": 0.4, "ffn_dim": 24, "word_embed_proj_dim": 16}),
+    "gemma": ("gemma", {**GROUPS, "head_dim": 8}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **GROUPS,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 6,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": {**ROPE, "rope_theta": 1e6}, "sliding_attention": ROPE},
+        },
+    ),
+    "phi": ("phi", {**GROUPS, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
+    "phi3": ("phi3", {**GROUPS, "sliding_window": 4}),
+}
+"""Decoders that differ from Llama: their `model_type`, and what its config gets beyond sizes."""
+
+
+def decoder(name, seed=0, **changes):
+    """One of `ARCHITECTURES`, with norms and biases that have something to say."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, settings = ARCHITECTURES[name]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **{**SIZES, **PLACES, **settings, **changes})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
 def copy_without_adapters(model):
     """A copy of a transformers model as it was before it got adapters."""
     duplicate = copy.deepcopy(model)

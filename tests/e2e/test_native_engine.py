@@ -5,6 +5,7 @@ import itertools
 import logging
 
 import pytest
+import tiny
 import torch
 from native_on_cpu import as_on_a_gpu
 from tiny import samples_of
@@ -12,11 +13,11 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
+    AutoModelForCausalLM,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -30,8 +31,9 @@ from coati.experience import Sample
 from coati.models import Actor, LoRASettings, action_logprobs
 from coati.rollout import GenerateOptions, ReferenceEngine, generate, make_engine
 from coati.rollout.native import NativeEngine
+from coati.rollout.native.blocks import FusedLinear
 from coati.rollout.native.cache import PagedCache
-from coati.rollout.native.decoder import Decoder, FusedLinear
+from coati.rollout.native.decoder import Decoder
 from coati.rollout.native.graphs import graph_size
 from coati.rollout.native.operations import TorchOperations
 
@@ -66,6 +68,8 @@ def make_model(name, seed=0):
         return LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=rope)).eval()
     if name == "qwen2":  # biases in the projections, tied embeddings
         return Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)).eval()
+    if name in tiny.ARCHITECTURES:
+        return tiny.decoder(name, seed, vocab_size=29, eos_token_id=2)
     if name == "qwen3":  # normalised heads, of another size than hidden / heads
         return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)).eval()
     return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)).eval()
@@ -112,14 +116,22 @@ def assert_same(found, expected):
     assert torch.equal(found.policy_versions[mask], expected.policy_versions[mask])
 
 
-@pytest.mark.parametrize("name", ["llama", "llama3-rope", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize(
-    "options", [{}, {"do_sample": False}, {"top_k": 4, "temperature": 0.7}, {"top_p": 0.6}], ids=str
+    ("name", "options"),
+    [
+        *itertools.product(
+            ["llama", "llama3-rope", "qwen2", "qwen3", "mistral"],
+            [{}, {"do_sample": False}, {"top_k": 4, "temperature": 0.7}, {"top_p": 0.6}],
+        ),
+        *itertools.product(tiny.ARCHITECTURES, [{}, {"do_sample": False}]),
+    ],
+    ids=str,
 )
 def test_it_writes_what_the_reference_writes(name, options):
     model = make_model(name)
     expected = generate(ReferenceEngine(model), make_request(**options))
-    assert 0 < int(expected.is_cut.sum()) < 9  # some end by themselves, some are cut
+    if options != {"do_sample": False}:
+        assert 0 < int(expected.is_cut.sum()) < 9  # some end by themselves, some are cut
     for num_slots in (64, 2):  # all at once, and two at a time with the others waiting
         assert_same(generate(NativeEngine(model, num_slots=num_slots), make_request(**options)), expected)
 
@@ -242,9 +254,9 @@ def test_layers_of_which_only_some_have_a_bias_are_not_joined(biases):
 @pytest.mark.parametrize(
     ("model", "options", "reason"),
     [
-        (lambda: GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=29, n_positions=32)), {}, "GPT2"),
+        (lambda: tiny.gpt2(add_cross_attention=True), {}, "add_cross_attention"),
         (lambda: make_model("llama"), {"use_cache": False}, "use_cache"),
-        (lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8)), {}, "sliding window"),
+        (lambda: AutoModelForCausalLM.from_config(Olmo2Config(**SHAPE)), {}, "Olmo2"),
     ],
 )
 def test_what_it_cannot_do_goes_to_the_reference_and_the_log_says_so(model, options, reason, caplog):
@@ -259,8 +271,10 @@ def test_what_it_cannot_do_goes_to_the_reference_and_the_log_says_so(model, opti
 def test_what_it_cannot_do_is_refused_where_it_is_asked_for():
     with pytest.raises(GenerateOptionError, match="use_cache"):
         generate(NativeEngine(make_model("llama")), make_request(use_cache=False))
-    with pytest.raises(ConfigError, match="GPT2"):
-        NativeEngine(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=29, n_positions=32)))
+    with pytest.raises(ConfigError, match="word_embed_proj_dim"):
+        NativeEngine(tiny.decoder("opt", word_embed_proj_dim=8))
+    with pytest.raises(GenerateOptionError, match="64 positions"):  # beyond what is learned
+        generate(NativeEngine(make_model("gpt2")), make_request(max_new_tokens=60))
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])

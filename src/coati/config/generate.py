@@ -143,9 +143,30 @@ def options_problem(engine: str, options: GenerateOptions) -> str | None:
 
 
 # What the native engine's decoder computes.
-_NATIVE_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+_NATIVE_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MistralForCausalLM",
+    "GemmaForCausalLM",
+    "Gemma3ForCausalLM",
+    "PhiForCausalLM",
+    "Phi3ForCausalLM",
+    "GPT2LMHeadModel",
+    "OPTForCausalLM",
+)
 # Rotary embeddings that depend on nothing but the position. Others change with the length of the text.
 _STATIC_ROPE = ("default", "linear", "llama3")
+# Settings that it computes with this value only.
+_NATIVE_SETTINGS = {
+    "pretraining_tp": 1,
+    "add_cross_attention": False,
+    "scale_attn_by_inverse_layer_idx": False,
+    "do_layer_norm_before": True,
+    "_remove_final_layer_norm": False,
+    "qk_layernorm": False,
+    "use_bidirectional_attention": False,
+}
 
 
 def native_engine_problem(model_config: Mapping[str, Any], options: GenerateOptions) -> str | None:
@@ -153,8 +174,8 @@ def native_engine_problem(model_config: Mapping[str, Any], options: GenerateOpti
 
     `model_config` is what `config.json` of the model holds, so that a plan can ask before anything is loaded.
 
-    >>> native_engine_problem({"architectures": ["GPT2LMHeadModel"]}, GenerateOptions())
-    'GPT2LMHeadModel is not one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM'
+    >>> native_engine_problem({"architectures": ["GPT2LMHeadModel"], "add_cross_attention": True}, GenerateOptions())
+    'add_cross_attention is True, and the native engine knows False only'
     """
     if (problem := options_problem("native", options)) is not None:
         return problem
@@ -162,21 +183,13 @@ def native_engine_problem(model_config: Mapping[str, Any], options: GenerateOpti
     if architecture not in _NATIVE_ARCHITECTURES:
         return f"{architecture} is not one of {', '.join(_NATIVE_ARCHITECTURES)}"
     rope = model_config.get("rope_parameters") or model_config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _STATIC_ROPE:
-        return f"its rotary embedding is {kind!r}, and the native engine knows {', '.join(_STATIC_ROPE)}"
-    if _has_sliding_window(architecture, model_config):
-        return "it attends to a sliding window"
-    if (model_config.get("pretraining_tp") or 1) != 1:
-        return "its layers are split (pretraining_tp)"
+    for one in [part for part in rope.values() if isinstance(part, Mapping)] or [rope]:  # kinds of layers may have own
+        kind = one.get("rope_type", one.get("type", "default"))
+        if kind not in _STATIC_ROPE:
+            return f"its rotary embedding is {kind!r}, and the native engine knows {', '.join(_STATIC_ROPE)}"
+    for name, known in _NATIVE_SETTINGS.items():
+        if (value := model_config.get(name)) not in (None, known):
+            return f"{name} is {value!r}, and the native engine knows {known!r} only"
+    if (width := model_config.get("word_embed_proj_dim")) not in (None, model_config.get("hidden_size")):
+        return f"its embeddings have {width} dimensions (word_embed_proj_dim), other than its layers"
     return None
-
-
-def _has_sliding_window(architecture: str, model_config: Mapping[str, Any]) -> bool:
-    if layer_types := model_config.get("layer_types"):
-        return any(kind != "full_attention" for kind in layer_types)
-    if architecture == "MistralForCausalLM":  # a file without the setting means the 4,096 of the first Mistral
-        window = model_config.get("sliding_window", 4096)
-        return window is not None and int(window) < int(model_config.get("max_position_embeddings", 131072))
-    first = model_config.get("max_window_layers", 28)
-    return bool(model_config.get("use_sliding_window")) and int(first) < int(model_config.get("num_hidden_layers", 32))

@@ -79,12 +79,13 @@ def attend_rows(
     lengths: tuple[int, ...],
     *,
     scale: float | None,
+    window: int | None = None,
 ) -> Tensor:
     """Attention of every row to itself, [T, H, D], without gradients; on a CPU a row has the same bits beside any."""
     heads = _Heads(query, key, value)
     if _FLASH is not None and _takes_flash(query):
-        return _FLASH(heads, starts, max(lengths), scale, None)
-    return _by_length(heads, lengths, scale=scale, window=None, is_tiled=query.device.type == "cpu")
+        return _FLASH(heads, starts, max(lengths), scale, window)
+    return _by_length(heads, lengths, scale=scale, window=window, is_tiled=query.device.type == "cpu")
 
 
 def _takes_flash(query: Tensor) -> bool:

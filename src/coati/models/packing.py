@@ -36,7 +36,10 @@ SCORED_TOKENS = 32768
 """Tokens that are scored in one pass: enough to keep a large GPU busy, and a bound on what it has to hold."""
 # Decoders whose layers hand on what they do not know to their attention, and whose body ends in what the head reads:
 # no scaling, no soft cap. Each is held against its padded self in the tests.
-PACKED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "olmo2", "gpt2", "gpt_neox")
+PACKED_MODEL_TYPES = (
+    "llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma3_text", "phi", "phi3", "olmo2", "gpt2", "gpt_neox",
+    "opt",
+)  # fmt: skip
 
 LEAST_TOKENS = 4
 """A beginning in common that is worth its bookkeeping."""
@@ -227,6 +230,8 @@ def packing_problem(model: nn.Module) -> str | None:
     # A class from outside transformers may do anything in its forward pass, whatever its config is called.
     if kind not in PACKED_MODEL_TYPES or not type(base).__module__.startswith("transformers.models."):
         return f"{type(base).__name__} is not one of the known decoders ({', '.join(PACKED_MODEL_TYPES)})"
+    if getattr(base.config, "final_logit_softcapping", None) is not None:
+        return "its logits are capped (final_logit_softcapping)"
     if base.config._attn_implementation not in ("sdpa", PACKED_ATTENTION):
         return f"its attention is set to {base.config._attn_implementation!r}, and not to 'sdpa'"
     return None

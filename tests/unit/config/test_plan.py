@@ -100,4 +100,4 @@ def test_the_plan_names_the_engine_that_will_run(tmp_path):
     llama = {"architectures": ["LlamaForCausalLM"]}
     assert engine(llama) == "native engine."
     assert engine(llama, "rollout.engine=reference") == "reference engine."
-    assert engine({"architectures": ["GPT2LMHeadModel"]}).startswith("reference engine, because GPT2LMHeadModel")
+    assert engine({"architectures": ["BloomForCausalLM"]}).startswith("reference engine, because BloomForCausalLM")

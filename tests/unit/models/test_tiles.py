@@ -32,6 +32,8 @@ def models():
         "llama": tiny.llama(1, max_position_embeddings=128, **SIZES),
         "gpt2": tiny.gpt2(1, n_positions=128, **GPT2),
         "adapters": Actor(tiny.llama(1, max_position_embeddings=128, **SIZES), lora=lora()),
+        "gpt2-adapters": Actor(tiny.gpt2(1, n_positions=128, **GPT2), lora=lora()),
+        **{name: tiny.decoder(name, 1, max_position_embeddings=128) for name in ("gemma3", "phi")},
     }
 
 
@@ -45,9 +47,10 @@ def lora():
 def policies():
     found = models()
     torch.manual_seed(2)
-    for name, parameter in found["adapters"].named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
+    for model in found.values():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
     return found
 
 
@@ -92,7 +95,17 @@ def written(engine, rows, ids, *, more=0, limit=LIMIT):
     ]
 
 
-@pytest.mark.parametrize(("engine", "model"), [("native", "llama"), ("native", "adapters"), ("reference", "gpt2")])
+@pytest.mark.parametrize(
+    ("engine", "model"),
+    [
+        ("native", "llama"),
+        ("native", "adapters"),
+        ("native", "gpt2-adapters"),
+        ("native", "gemma3"),
+        ("native", "phi"),
+        ("reference", "gpt2"),
+    ],
+)
 @given(row=prompt, before=companies, after=companies, more=st.integers(0, 40))
 def test_an_engine_writes_a_row_the_same_in_any_company(engines, engine, model, row, before, after, more):
     engine = engines(engine, model)
@@ -102,7 +115,7 @@ def test_an_engine_writes_a_row_the_same_in_any_company(engines, engine, model, 
     assert together[len(before)] == alone[0]
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2", "adapters"])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "adapters", "gemma3", "phi"])
 @torch.no_grad()
 @given(row=prompt, before=companies, after=companies, more=st.integers(0, 40))
 def test_models_score_a_row_the_same_in_any_company(policies, scorers, model, row, before, after, more):

@@ -4,22 +4,34 @@ import pytest
 from engine_protocol import *  # noqa: F403
 from engine_protocol import PLACES
 from native_on_cpu import as_on_a_gpu
-from tiny import llama
+from tiny import decoder, llama
 
 from coati.rollout import NativeEngine, ReferenceEngine
 
+ENGINES = ["reference", "native", "native as on a GPU", "native with few pages"]
+DECODERS = ["gpt2", "opt", "gemma3", "phi"]
+
+
+@pytest.fixture(params=[*((one, "llama") for one in ENGINES), *((ENGINES[-1], one) for one in DECODERS)], ids=" ".join)
+def kind(request):
+    """An engine, and the architecture of its models."""
+    return request.param
+
 
 @pytest.fixture
-def policy():
-    return lambda seed: llama(seed, num_hidden_layers=2, initializer_range=0.3)
+def policy(kind):
+    if kind[1] == "llama":
+        return lambda seed: llama(seed, num_hidden_layers=2, initializer_range=0.3)
+    return lambda seed: decoder(kind[1], seed)
 
 
-@pytest.fixture(params=["reference", "native", "native as on a GPU", "native with few pages"])
-def make_engine(request, monkeypatch):
-    if request.param == "reference":
+@pytest.fixture
+def make_engine(kind, monkeypatch):
+    engine, _ = kind
+    if engine == "reference":
         return ReferenceEngine
-    if request.param != "native":
-        as_on_a_gpu(monkeypatch, most_pages=12 if request.param.endswith("few pages") else 64)
+    if engine != "native":
+        as_on_a_gpu(monkeypatch, most_pages=12 if engine.endswith("few pages") else 64)
         monkeypatch.setattr("coati.rollout.native.loop.STEPS_PER_LOOK", 2)
     return lambda model, **settings: NativeEngine(model, num_slots=PLACES, **settings)
 

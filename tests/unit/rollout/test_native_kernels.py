@@ -9,9 +9,9 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import tiny
 import torch
 import transformers
-from torch import nn
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,18 +46,21 @@ def dtype(request):
     return request.param
 
 
-def norm_of(width, dtype, seed=9):
-    return SimpleNamespace(weight=1 + 0.1 * random(width, seed=seed, dtype=dtype), variance_epsilon=1e-6)
+def norm_of(width, dtype, seed=9, *, is_shifted=False):
+    weight = 1 + 0.1 * random(width, seed=seed, dtype=dtype)
+    return SimpleNamespace(weight=weight, **{"eps" if is_shifted else "variance_epsilon": 1e-6})
 
 
 @pytest.mark.parametrize("width", [64, 96, 896])
 @pytest.mark.parametrize("has_delta", [True, False])
-def test_add_norm(width, has_delta, dtype):
+@pytest.mark.parametrize("is_shifted", [True, False])
+def test_add_norm(width, has_delta, is_shifted, dtype):
     hidden = random(5, width, dtype=dtype)
     delta = random(5, width, seed=1, dtype=dtype) if has_delta else None
-    geometry = Geometry(head_dim=16, num_kv_heads=1, group=1, scale=1.0)
-    expected = TorchOperations(geometry).add_norm(hidden, delta, norm_of(width, dtype))
-    found = TritonOperations(geometry).add_norm(hidden, delta, norm_of(width, dtype))
+    geometry = Geometry(head_dim=16, num_kv_heads=1, group=1, scale=1.0, rotary_dim=16)
+    norm = norm_of(width, dtype, is_shifted=is_shifted)
+    expected = TorchOperations(geometry).add_norm(hidden, delta, norm)
+    found = TritonOperations(geometry).add_norm(hidden, delta, norm)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
@@ -70,24 +73,32 @@ def test_gated(shape, dtype):
 
 
 @pytest.mark.parametrize(("num_kv_heads", "group", "dim"), [(2, 7, 64), (1, 1, 16), (4, 2, 32), (2, 20, 16)])
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(
+    ("norms", "rotary_share", "window"),
+    [(None, 1, None), ("llama", 1, None), ("gemma", 1, 40), (None, 0.5, 640), (None, 0, None)],
+)
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_attention_writes_the_cache_and_reads_all_of_it(num_kv_heads, group, dim, has_norms, page_size, dtype):
+def test_attention_writes_the_cache_and_reads_all_of_it(
+    num_kv_heads, group, dim, norms, rotary_share, window, page_size, dtype
+):
     """Texts of different lengths, the empty one among them, in pages out of order; the longest is read in parts."""
     width = 1024 // page_size
     positions = torch.tensor([0, 5, 64, 301, 1000], device=DEVICE)
     order = torch.randperm(5 * width, generator=torch.Generator().manual_seed(8))
     pages = 1 + order.view(5, width).to(DEVICE)
-    geometry = Geometry(head_dim=dim, num_kv_heads=num_kv_heads, group=group, scale=dim**-0.5)
-    module = SimpleNamespace(q_norm=norm_of(dim, dtype), k_norm=norm_of(dim, dtype, 3)) if has_norms else nn.Module()
+    turned = int(rotary_share * dim)
+    geometry = Geometry(head_dim=dim, num_kv_heads=num_kv_heads, group=group, scale=dim**-0.5, rotary_dim=turned)
+    head_norms = tuple(norm_of(dim, dtype, seed, is_shifted=norms == "gemma") for seed in (9, 3)) if norms else None
+    block = SimpleNamespace(rotation="", head_norms=head_norms, window=window)
     projected = random(5, (group + 2) * num_kv_heads * dim, dtype=dtype)
     angles = random(1024, dim, seed=4, dtype=dtype), random(1024, dim, seed=5, dtype=dtype)
+    angles[0][:, turned:], angles[1][:, turned:] = 1.0, 0.0
     results = []
     for operations in (TorchOperations(geometry), TritonOperations(geometry)):
         shape = (5 * width + 1, num_kv_heads, page_size, dim)
         keys, values = (random(*shape, seed=seed, dtype=dtype) for seed in (6, 7))
-        attend = operations.attention(positions, pages, page_size, 1001, angles)
-        mixed = [attend(projected, module, keys, values) for _ in range(2)]  # counters are as they were after a call
+        attend = operations.attention(positions, pages, page_size, 1001, {"": angles})
+        mixed = [attend(projected, block, keys, values) for _ in range(2)]  # counters are as they were after a call
         results.append((*mixed, keys, values))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
@@ -126,7 +137,7 @@ def test_nan_stays_nan_and_names_a_token_that_exists():
 
 
 def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
-    geometry = Geometry(head_dim=16, num_kv_heads=2, group=3, scale=0.25)
+    geometry = Geometry(head_dim=16, num_kv_heads=2, group=3, scale=0.25, rotary_dim=16)
     assert kernel_problem(torch.device(DEVICE), torch.float32, geometry) is None
     monkeypatch.setattr(kernels, "gated", lambda both: both[..., :48])
     kernel_problem.cache_clear()
@@ -136,7 +147,7 @@ def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
     kernel_problem.cache_clear()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", *tiny.ARCHITECTURES])
 @pytest.mark.parametrize("num_prompts", [1, 3, 4])  # of 4 tokens: as many prompts as tokens, and more or fewer
 @pytest.mark.parametrize("do_sample", [True, False])
 def test_the_engine_writes_what_the_reference_writes(family, num_prompts, do_sample, monkeypatch):
@@ -145,8 +156,13 @@ def test_the_engine_writes_what_the_reference_writes(family, num_prompts, do_sam
         "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.4, "head_dim": 16,
     }  # fmt: skip
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(**shape) if family == "qwen2" else transformers.Qwen3Config(**shape)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
+    if family in tiny.ARCHITECTURES:
+        sizes = {"head_dim": 16} if "gemma" in family else {"hidden_size": 64}
+        sizes |= {"word_embed_proj_dim": 64} if family == "opt" else {}
+        model = tiny.decoder(family, vocab_size=29, **sizes).to(DEVICE)
+    else:
+        config = transformers.Qwen2Config(**shape) if family == "qwen2" else transformers.Qwen3Config(**shape)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
     ids = torch.randint(3, 29, (num_prompts, 4), generator=torch.Generator().manual_seed(1))
     ids = ids.repeat_interleave(2, dim=0).to(DEVICE)  # two samples of each
     request = samples_of(

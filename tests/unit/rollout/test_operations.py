@@ -9,7 +9,7 @@ from coati.rollout.native.operations import Geometry, TorchOperations, kernel_pr
 
 
 def geometry(head_dim):
-    return Geometry(head_dim=head_dim, num_kv_heads=2, group=2, scale=1.0)
+    return Geometry(head_dim=head_dim, num_kv_heads=2, group=2, scale=1.0, rotary_dim=head_dim)
 
 
 def test_a_cpu_runs_torch():

@@ -167,8 +167,11 @@ def test_options_cannot_be_changed_after_they_were_checked():
 
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
-MISTRAL = {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}
-QWEN = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 4}
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "rope_parameters": {"full_attention": {"rope_type": "linear"}, "sliding_attention": {"rope_type": "default"}},
+}
+OPT = {"architectures": ["OPTForCausalLM"], "hidden_size": 1024, "word_embed_proj_dim": 1024}
 
 
 @pytest.mark.parametrize(
@@ -180,13 +183,13 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 4}
         (LLAMA | {"rope_parameters": {"rope_type": "llama3"}}, {}, None),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "dynamic"),
         (LLAMA | {"pretraining_tp": 2}, {}, "pretraining_tp"),
-        (MISTRAL, {}, "sliding window"),
-        (MISTRAL | {"sliding_window": None}, {}, None),
-        (MISTRAL | {"sliding_window": 8192}, {}, None),
-        (QWEN | {"use_sliding_window": True, "max_window_layers": 2}, {}, "sliding window"),
-        (QWEN | {"use_sliding_window": True, "max_window_layers": 4}, {}, None),
-        (QWEN | {"layer_types": ["full_attention", "sliding_attention"]}, {}, "sliding window"),
-        ({"architectures": ["GPT2LMHeadModel"]}, {}, "GPT2LMHeadModel"),
+        (GEMMA, {}, None),
+        (GEMMA | {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, {}, "yarn"),
+        (GEMMA | {"use_bidirectional_attention": True}, {}, "use_bidirectional_attention"),
+        (OPT, {}, None),
+        (OPT | {"word_embed_proj_dim": 512}, {}, "word_embed_proj_dim"),
+        (OPT | {"do_layer_norm_before": False}, {}, "do_layer_norm_before"),
+        ({"architectures": ["StableLmForCausalLM"]}, {}, "StableLmForCausalLM"),
         ({}, {}, "architecture"),
     ],
 )

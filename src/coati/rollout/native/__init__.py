@@ -1,4 +1,4 @@
-"""The native engine: generation for decoders of the Llama shape.
+"""The native engine: generation for the decoders that `blocks.py` can describe.
 
 A paged key-value cache, and the model's own forward pass, one token at a time.
 """

@@ -25,8 +25,19 @@ _LEAST_PART = 512
 
 
 @triton.jit
+def _weighted(normed, weight, dtype: tl.constexpr, IS_SHIFTED: tl.constexpr):
+    """Times the weights of an RMS norm; shifted ones are what is added to 1, and the product is rounded once."""
+    if IS_SHIFTED:  # noqa: SIM108 (Triton compiles one branch of an `if`)
+        result = (normed * (1.0 + weight.to(tl.float32))).to(dtype)
+    else:
+        result = normed.to(dtype) * weight
+    return result
+
+
+@triton.jit
 def _add_norm_kernel(
-    hidden, delta, weight, total, normed, width, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+    hidden, delta, weight, total, normed, width, eps,
+    HAS_DELTA: tl.constexpr, IS_SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -38,16 +49,18 @@ def _add_norm_kernel(
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / width + eps)
     w = tl.load(weight + columns, mask=inside, other=0.0)
-    tl.store(normed + row * width + columns, (wide * scale).to(x.dtype) * w, mask=inside)
+    tl.store(normed + row * width + columns, _weighted(wide * scale, w, x.dtype, IS_SHIFTED), mask=inside)
 
 
-def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`hidden + delta`, and its RMS norm, [n, d] each."""
+def add_norm(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, is_shifted: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`hidden + delta`, and its RMS norm, [n, d] each; shifted weights are what is added to 1."""
     width = hidden.shape[-1]
     total = hidden if delta is None else torch.empty_like(hidden)
     normed = torch.empty_like(hidden)
     added = hidden if delta is None else delta
-    sizes = {"HAS_DELTA": delta is not None, "BLOCK": triton.next_power_of_2(width)}
+    sizes = {"HAS_DELTA": delta is not None, "IS_SHIFTED": is_shifted, "BLOCK": triton.next_power_of_2(width)}
     _add_norm_kernel[(len(hidden),)](hidden, added, weight, total, normed, width, eps, **sizes)
     return total, normed
 
@@ -73,17 +86,22 @@ def gated(both: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rotated(base, rows, columns, cos, sin, norm, eps, inside, DIM: tl.constexpr, HAS_NORM: tl.constexpr):
+def _rotated(
+    base, rows, columns, cos, sin, norm, eps, inside,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, IS_SHIFTED: tl.constexpr,
+):  # fmt: skip
     """Heads [R, D] at `base`, normalised if the model does that, and turned to their position."""
-    other = (columns + DIM // 2) % DIM
+    other = (columns + ROTARY // 2) % ROTARY
+    if ROTARY < DIM:
+        other = tl.where(columns < ROTARY, other, columns)  # their sin is 0
     x = tl.load(base + rows * DIM + columns, mask=inside, other=0.0)
     y = tl.load(base + rows * DIM + other, mask=inside, other=0.0)
     dtype = x.dtype
     if HAS_NORM:
         wide = x.to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) / DIM + eps)
-        x = (wide * scale[:, None]).to(dtype) * tl.load(norm + columns)
-        y = (y.to(tl.float32) * scale[:, None]).to(dtype) * tl.load(norm + other)
+        x = _weighted(wide * scale[:, None], tl.load(norm + columns), dtype, IS_SHIFTED)
+        y = _weighted(y.to(tl.float32) * scale[:, None], tl.load(norm + other), dtype, IS_SHIFTED)
     return (x.to(tl.float32) * cos + y.to(tl.float32) * sin).to(dtype)
 
 
@@ -91,8 +109,9 @@ def _rotated(base, rows, columns, cos, sin, norm, eps, inside, DIM: tl.constexpr
 def _attend_kernel(
     heads, positions, pages, keys, values, cos_table, sin_table, query_norm, key_norm, out, mixtures, weights, arrived,
     scale, eps, num_pages,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr, HAS_NORM: tl.constexpr, PRECISION: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_NORM: tl.constexpr, IS_SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One slot, one key-value head, one part of the text: rotate queries and key, store key and value, attend.
 
@@ -102,14 +121,17 @@ def _attend_kernel(
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
     position = tl.load(positions + slot)
-    part_length = tl.maximum(tl.cdiv(tl.cdiv(position, PARTS), BLOCK) * BLOCK, LEAST)
-    num_parts = tl.maximum(tl.cdiv(position, part_length), 1)
+    low = position * 0
+    if WINDOW > 0:  # the block of the first position that is seen
+        low = tl.maximum(position + 1 - WINDOW, 0) // BLOCK * BLOCK
+    part_length = tl.maximum(tl.cdiv(tl.cdiv(position - low, PARTS), BLOCK) * BLOCK, LEAST)
+    num_parts = tl.maximum(tl.cdiv(position - low, part_length), 1)
     if part >= num_parts:
         return
     # Pages first, because addresses depend on them: the new token's, and the one that is read next.
     own_pages = pages + slot * num_pages
     new_page = tl.load(own_pages + position // PAGE)
-    first = part * part_length
+    first = low + part * part_length
     page = tl.load(own_pages + first // PAGE)
     dims = tl.arange(0, DIM)[None, :]
     cos = tl.load(cos_table + position * DIM + dims).to(tl.float32)
@@ -119,10 +141,11 @@ def _attend_kernel(
     members = tl.arange(0, PADDED)[:, None]
     is_member = members < GROUP
     query = _rotated(
-        base, kv_head * GROUP + members, dims, cos, sin, query_norm, eps, is_member, DIM, HAS_NORM
+        base, kv_head * GROUP + members, dims, cos, sin, query_norm, eps, is_member, DIM, ROTARY, HAS_NORM, IS_SHIFTED
     )  # [PADDED, D]
     one = tl.zeros((1, 1), dtype=tl.int32)
-    key = _rotated(base, one + GROUP * KV_HEADS + kv_head, dims, cos, sin, key_norm, eps, one == 0, DIM, HAS_NORM)
+    own_row = one + GROUP * KV_HEADS + kv_head
+    key = _rotated(base, own_row, dims, cos, sin, key_norm, eps, one == 0, DIM, ROTARY, HAS_NORM, IS_SHIFTED)
     value = tl.load(base + (one + (GROUP + 1) * KV_HEADS + kv_head) * DIM + dims)  # [1, D]
     is_first = part == 0
     place = ((new_page * KV_HEADS + kv_head) * PAGE + position % PAGE) * DIM
@@ -139,6 +162,8 @@ def _attend_kernel(
     end = tl.minimum(first + part_length, position)
     for start in tl.range(first, end, BLOCK, num_stages=3):
         is_before = start + places < end
+        if WINDOW > 0:
+            is_before = is_before & (start + places > position - WINDOW)
         if PARTS > 1:  # a long loop is pipelined better so, and a short one has its page early
             page = tl.load(own_pages + start // PAGE)
         offsets = ((page * KV_HEADS + kv_head) * PAGE + start % PAGE + places)[:, None] * DIM + dims
@@ -206,19 +231,20 @@ def attend(
     angles: tuple[Tensor, Tensor],  # [L, D] each: cos and signed sin
     parts: Parts,
     *,
-    group: int,
-    scale: float,
-    norms: tuple[Tensor, Tensor, float] | None,
+    geometry: Any,
+    norms: tuple[Tensor, Tensor, float, bool] | None,
+    window: int | None,
 ) -> Tensor:
     """Store the new keys and values in the cache, and attend; [n, H·D]."""
     _, num_kv_heads, page_size, dim = keys.shape
-    out = heads.new_empty(len(heads), group * num_kv_heads * dim)
-    query_norm, key_norm, eps = norms or (*angles, 0.0)
+    out = heads.new_empty(len(heads), geometry.group * num_kv_heads * dim)
+    query_norm, key_norm, eps, is_shifted = norms or (*angles, 0.0, False)
     _attend_kernel[(len(heads), num_kv_heads, parts.count)](
         heads, positions, pages, keys, values, *angles, query_norm, key_norm, out, *parts.tensors,
-        scale, eps, pages.stride(0),
-        KV_HEADS=num_kv_heads, GROUP=group, PADDED=parts.padded, DIM=dim, PAGE=page_size,
-        BLOCK=min(_KEY_BLOCK, page_size), PARTS=parts.count, LEAST=_LEAST_PART, HAS_NORM=norms is not None,
+        geometry.scale, eps, pages.stride(0),
+        KV_HEADS=num_kv_heads, GROUP=geometry.group, PADDED=parts.padded, DIM=dim, ROTARY=geometry.rotary_dim or dim,
+        PAGE=page_size, BLOCK=min(_KEY_BLOCK if dim <= 128 else _KEY_BLOCK // 2, page_size), PARTS=parts.count,
+        LEAST=_LEAST_PART, WINDOW=window or 0, HAS_NORM=norms is not None, IS_SHIFTED=is_shifted,
         PRECISION="ieee" if heads.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
     return out

@@ -22,8 +22,9 @@ from coati.errors import ConfigError, GenerateOptionError, OutOfMemory
 from coati.experience import Sample
 from coati.models.actor import unwrap
 from coati.rollout.engine import admitted
+from coati.rollout.native.blocks import tiled
 from coati.rollout.native.cache import enlarged
-from coati.rollout.native.decoder import SLOT_TILE, Decoder, config_of
+from coati.rollout.native.decoder import Decoder, config_of
 from coati.rollout.native.graphs import StepGraphs, graph_size
 from coati.rollout.native.operations import TritonOperations, slot_length
 from coati.rollout.native.reading import passes, reading_of
@@ -62,7 +63,7 @@ class NativeEngine:
         self._is_captured = self._device.type == "cuda"
         self._version = torch.full((), self._last_version, device=self._device)
         self._cache = self._decoder.new_cache()
-        num_slots = _tiled(self._max_slots)
+        num_slots = tiled(self._max_slots)
         self._slots = Slots.empty(num_slots, self._device)
         # What a slot without a sample writes goes into one row more than there are slots.
         self._responses = Responses.empty(num_slots + 1, 0, self._device)
@@ -171,12 +172,13 @@ class NativeEngine:
         """Have buffers for the longest texts that wait."""
         longest = max(len(sample.tokens) + sample.limit for sample in self._waiting)
         longest_response = max(sample.limit for sample in self._waiting)
+        self._decoder.check_length(longest)
         if self._is_captured:  # few sizes, because each needs graphs of its own
             sizes = (max(PAGE_SIZE, one) for one in (longest, longest_response))
             longest, longest_response = (1 << (one - 1).bit_length() for one in sizes)
             self._cache.enlarge(0, PAGE_SIZE)
         else:
-            self._cache.enlarge(_tiled(min(self._max_slots, self._num_samples)) + 1, slot_length(longest))
+            self._cache.enlarge(tiled(min(self._max_slots, self._num_samples)) + 1, slot_length(longest))
         num_slots, num_pages = self._slots.pages.shape
         if longest_response >= self._responses.tokens.shape[1]:  # a slot that is done stays behind the last token
             self._responses = self._responses.enlarged(num_slots + 1, longest_response + 1)
@@ -340,7 +342,7 @@ class NativeEngine:
         computed as well; what they write is never read.
         """
         alive = self._alive
-        size = min(graph_size(len(alive)), len(self._slots.alive)) if self._is_captured else _tiled(len(alive))
+        size = min(graph_size(len(alive)), len(self._slots.alive)) if self._is_captured else tiled(len(alive))
         if size <= max(sample.place.slot for sample in alive):
             held = [*alive, *(sample for sample in self._held if not _is_alive(sample))]
             order = on_device([sample.place.slot for sample in held], self._device)
@@ -395,7 +397,3 @@ class NativeEngine:
 
 def _is_alive(sample: Sample) -> bool:
     return bool(sample.place.pages) and not sample.is_over
-
-
-def _tiled(num_slots: int) -> int:
-    return -(-num_slots // SLOT_TILE) * SLOT_TILE

@@ -21,7 +21,9 @@ from coati.rollout.sampling import Sampler
 logger = logging.getLogger(__name__)
 
 Attention = Callable[[Tensor, Any, Tensor, Tensor], Tensor]
-"""(projected, layer, keys, values): append the new tokens to the cache [P, K, S, D], and attend; [n, H·D]."""
+"""(projected, block, keys, values): append the new tokens to the cache [P, K, S, D], and attend; [n, H·D]."""
+Angles = dict[str, tuple[Tensor, Tensor]]
+"""cos and signed sin of every position, [L, D] each, by `Block.rotation`."""
 
 # How far kernels may be from torch in their trial: numbers are around 1, some of them sums of a few roundings.
 _KERNEL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -35,6 +37,8 @@ class Geometry:
     num_kv_heads: int
     group: int
     scale: float
+    rotary_dim: int
+    """How many dimensions of a head turn with the position, the first ones; 0 where positions are learned."""
 
 
 class TorchOperations:
@@ -46,34 +50,37 @@ class TorchOperations:
         self._geometry = geometry
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-        """`hidden + delta`, and its RMS norm, [n, d] each."""
+        """`hidden + delta`, and the norm of it, [n, d] each."""
         hidden = hidden if delta is None else hidden + delta
-        return hidden, rms_norm(norm, hidden)
+        return hidden, normed(norm, hidden)
+
+    def activated(self, inputs: Tensor, activation: nn.Module) -> Tensor:
+        """`activation(inputs)`."""
+        return tiled_activation(activation, inputs) if inputs.device.type == "cpu" else activation(inputs)
 
     def gated(self, both: Tensor, activation: nn.Module) -> Tensor:
         """`activation(gate) * up` of [..., gate and up]."""
         gate, up = both.chunk(2, dim=-1)
-        gate = tiled_activation(activation, gate) if gate.device.type == "cpu" else activation(gate)
-        return gate * up
+        return self.activated(gate, activation) * up
 
     def attention(
-        self, positions: Tensor, pages: Tensor, page_size: int, num_positions: int, angles: tuple[Tensor, Tensor]
+        self, positions: Tensor, pages: Tensor, page_size: int, num_positions: int, angles: Angles
     ) -> Attention:
         """The attention of all layers in one decode step over texts in `pages` [n, M].
 
         `num_positions` is one past the largest position.
         """
         geometry, count = self._geometry, len(positions)
-        cos, sin = (table[positions].unsqueeze(1) for table in angles)  # [n, 1, D]
+        turns = turns_at(angles, positions)
         new_pages = pages.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1)
         offsets = positions % page_size
         calls = _attention_calls(positions, num_positions, pages.shape[1] * page_size)
         longest = max(length for _, length in calls)
-        is_visible = torch.arange(longest, device=positions.device) <= positions.unsqueeze(1)  # [n, L]
+        is_visible = functools.cache(lambda window: visible(positions, longest, window))  # [n, L]
         texts = [_texts(pages, rows, -(-length // page_size)) for rows, length in calls]
 
-        def attend(projected: Tensor, module: Any, keys: Tensor, values: Tensor) -> Tensor:
-            queries, new_keys, new_values = split_heads(projected, module, geometry, cos, sin)
+        def attend(projected: Tensor, block: Any, keys: Tensor, values: Tensor) -> Tensor:
+            queries, new_keys, new_values = split_heads(projected, block, geometry, turns)
             keys[new_pages, :, offsets] = new_keys
             values[new_pages, :, offsets] = new_values
             # The G queries of a group stand where several tokens of one head would, so keys are read once and as
@@ -84,7 +91,7 @@ class TorchOperations:
                     queries[rows],
                     _positions_of(keys, text, length),
                     _positions_of(values, text, length),
-                    attn_mask=is_visible[rows, None, None, :length],
+                    attn_mask=is_visible(block.window)[rows, None, None, :length],
                     scale=geometry.scale,
                 ).flatten(1)
                 for (rows, length), text in zip(calls, texts, strict=True)
@@ -142,8 +149,14 @@ class TritonOperations:
         self._plain = TorchOperations(geometry)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+        """As above; LayerNorm stays with torch."""
+        if isinstance(norm, nn.LayerNorm):
+            return self._plain.add_norm(hidden, delta, norm)
+        return self._kernels.add_norm(hidden, delta, norm.weight, *_rms(norm))
+
+    def activated(self, inputs: Tensor, activation: nn.Module) -> Tensor:
         """As above."""
-        return self._kernels.add_norm(hidden, delta, norm.weight, norm.variance_epsilon)
+        return self._plain.activated(inputs, activation)
 
     def gated(self, both: Tensor, activation: nn.Module) -> Tensor:
         """As above; activations other than SiLU stay with torch."""
@@ -156,19 +169,20 @@ class TritonOperations:
         return self._kernels.draw(logits, uniforms, temperature)
 
     def attention(
-        self, positions: Tensor, pages: Tensor, page_size: int, num_positions: int, angles: tuple[Tensor, Tensor]
+        self, positions: Tensor, pages: Tensor, page_size: int, num_positions: int, angles: Angles
     ) -> Attention:
         """As above; a slot's programs read as far as its position."""
         del page_size
-        sizes: dict[str, Any] = {"group": self._geometry.group, "scale": self._geometry.scale}
         parts = self._kernels.Parts(positions, num_positions, self._geometry)
 
-        def attend(projected: Tensor, module: Any, keys: Tensor, values: Tensor) -> Tensor:
+        def attend(projected: Tensor, block: Any, keys: Tensor, values: Tensor) -> Tensor:
             norms = None
-            if hasattr(module, "q_norm"):
-                norms = (module.q_norm.weight, module.k_norm.weight, module.q_norm.variance_epsilon)
+            if block.head_norms is not None:
+                of_queries, of_keys = block.head_norms
+                norms = (of_queries.weight, of_keys.weight, *_rms(of_queries))
+            options = {"geometry": self._geometry, "norms": norms, "window": block.window}
             mixed: Tensor = self._kernels.attend(
-                projected, positions, pages, keys, values, angles, parts, **sizes, norms=norms
+                projected, positions, pages, keys, values, angles[block.rotation], parts, **options
             )
             return mixed
 
@@ -225,7 +239,11 @@ def _trial_errors(
     norm = SimpleNamespace(weight=random(48), variance_epsilon=1e-6)
     hidden, delta, both = random(3, 48), random(3, 48), random(2, 3, 96)
     query_norm, key_norm = (SimpleNamespace(weight=random(dim), variance_epsilon=1e-6) for _ in range(2))
-    modules = (SimpleNamespace(), SimpleNamespace(q_norm=query_norm, k_norm=key_norm))  # as Llama's, and as Qwen3's
+    shifted = SimpleNamespace(weight=random(dim), eps=1e-6)
+    blocks = [
+        SimpleNamespace(rotation="", head_norms=head_norms, window=window)  # as Llama's, Qwen3's and Gemma 3's
+        for head_norms, window in ((None, None), ((query_norm, key_norm), None), ((shifted, shifted), 700))
+    ]
     projected = random(3, (geometry.group + 2) * kv_heads * dim)
     # Texts of 3 pages each, long enough for the last to be read in parts.
     cache, angles = random(2, 10, kv_heads, 512, dim), (random(1536, dim), random(1536, dim))
@@ -235,8 +253,8 @@ def _trial_errors(
     results = []
     for run in (kernels, plain):
         keys, values = cache.clone()
-        attend = run.attention(positions, pages, 512, 1235, angles)
-        mixed = [attend(projected, module, keys, values).flatten() for module in modules]
+        attend = run.attention(positions, pages, 512, 1235, {"": angles})
+        mixed = [attend(projected, block, keys, values).flatten() for block in blocks]
         drawn = Sampler(GenerateOptions(), draw=run.draw)(logits, uniforms)
         results.append(
             {
@@ -249,31 +267,50 @@ def _trial_errors(
     return {name: float((found - results[1][name]).abs().max()) for name, found in results[0].items()}
 
 
-def split_heads(
-    projected: Tensor, module: Any, geometry: Geometry, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [..., H, D], keys and values [..., K, D] of a layer, rotated."""
+def split_heads(projected: Tensor, block: Any, geometry: Geometry, turns: Angles) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [..., H, D], keys and values [..., K, D] of a block, normalised if it does that, and turned."""
     heads = projected.view(*projected.shape[:-1], -1, geometry.head_dim)  # [..., H + 2K, D]
-    num_rotated = heads.shape[-2] - geometry.num_kv_heads
-    values = heads[..., num_rotated:, :]
-    rotated = _rotated(_normed(module, heads[..., :num_rotated, :], geometry.num_kv_heads), cos, sin)
-    num_queries = num_rotated - geometry.num_kv_heads
-    return rotated[..., :num_queries, :], rotated[..., num_queries:, :], values
+    num_values = geometry.num_kv_heads
+    num_queries = heads.shape[-2] - 2 * num_values
+    turned, values = torch.split(heads, [num_queries + num_values, num_values], dim=-2)
+    if block.head_norms is not None:
+        parts = zip(block.head_norms, torch.split(turned, [num_queries, num_values], dim=-2), strict=True)
+        turned = torch.cat([normed(norm, part) for norm, part in parts], dim=-2)
+    if geometry.rotary_dim:
+        turned = _turned(turned, *turns[block.rotation], geometry.rotary_dim)
+    return turned[..., :num_queries, :], turned[..., num_queries:, :], values
 
 
-def rms_norm(norm: Any, hidden: Tensor) -> Tensor:
+def turns_at(angles: Angles, positions: Tensor) -> Angles:
+    """cos and signed sin of these positions, [n, 1, D] each."""
+    return {kind: (cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)) for kind, (cos, sin) in angles.items()}
+
+
+def visible(positions: Tensor, num_positions: int, window: int | None) -> Tensor:
+    """Which of the first positions of a text tokens at some positions attend to, [n, num_positions]."""
+    columns, own = torch.arange(num_positions, device=positions.device), positions.unsqueeze(1)
+    return columns <= own if window is None else (columns <= own) & (columns > own - window)
+
+
+def normed(norm: Any, hidden: Tensor) -> Tensor:
     """The model's norm, without its detours."""
-    return F.rms_norm(hidden, (hidden.shape[-1],), norm.weight, norm.variance_epsilon)
+    shape = hidden.shape[-1:]
+    if isinstance(norm, nn.LayerNorm):
+        return F.layer_norm(hidden, shape, norm.weight, norm.bias, norm.eps)
+    eps, is_shifted = _rms(norm)
+    if is_shifted:
+        return F.rms_norm(hidden.float(), shape, 1.0 + norm.weight.float(), eps).type_as(hidden)
+    return F.rms_norm(hidden, shape, norm.weight, eps)
 
 
-def _normed(attention: Any, heads: Tensor, num_kv_heads: int) -> Tensor:
-    """Qwen3 normalises each head, with weights for queries and for keys; the others do not."""
-    if not hasattr(attention, "q_norm"):
-        return heads
-    queries, keys = torch.split(heads, [heads.shape[-2] - num_kv_heads, num_kv_heads], dim=-2)
-    return torch.cat([rms_norm(attention.q_norm, queries), rms_norm(attention.k_norm, keys)], dim=-2)
+def _rms(norm: Any) -> tuple[float, bool]:
+    """What an RMS norm adds to the mean square, and whether its weights are what is added to 1, as Gemma's are."""
+    return (norm.variance_epsilon, False) if hasattr(norm, "variance_epsilon") else (norm.eps, True)
 
 
-def _rotated(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotary positions: each half of a head times cos, plus the other half times sin, minus in the first half."""
-    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), signed_sin)
+def _turned(heads: Tensor, cos: Tensor, signed_sin: Tensor, rotary_dim: int) -> Tensor:
+    """Rotary positions: each half of what turns times cos, plus the other half times sin, minus in the first half."""
+    other, rest = heads[..., :rotary_dim].roll(rotary_dim // 2, dims=-1), heads[..., rotary_dim:]
+    if rotary_dim < heads.shape[-1]:
+        other = torch.cat([other, rest], dim=-1)  # times 0
+    return torch.addcmul(heads * cos, other, signed_sin)

@@ -1,0 +1,192 @@
+"""A decoder as the native engine computes it: what its blocks are made of, read from the modules of transformers.
+
+Every architecture that the engine knows is a case of one description: norms of one kind or another, products that are
+joined or can be, rotary or learned positions, a gate or none. What a model does not have is None in it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from coati.models.tiles import same_in_any_company, tiled_linear
+
+# Slots that are computed together on a CPU, where rows are multiplied so many at a time; see `coati.models.tiles`.
+SLOT_TILE = 32
+
+
+def tiled(num_slots: int) -> int:
+    """How many slots are computed on a CPU for so many."""
+    return -(-num_slots // SLOT_TILE) * SLOT_TILE
+
+
+class FusedLinear:
+    """`torch.cat([layer(x) for layer in layers], dim=-1)`, in one product where the layers allow it.
+
+    The layers' weights are moved, once, into one matrix of which each is a block of rows. So a weight update that is
+    written into the model is written into the matrix, and nothing is held twice. Layers that are more than a matrix
+    (LoRA adapters) are called one by one.
+
+    >>> layers = [nn.Linear(4, 2), nn.Linear(4, 3)]
+    >>> FusedLinear(layers)(torch.zeros(1, 4)).shape
+    torch.Size([1, 5])
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = list(layers)
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._pointers: tuple[int, ...] = ()
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Outputs of all layers, side by side."""
+        if not self.join():
+            parts = [product(layer, inputs) for layer in self._layers]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        assert self._weight is not None
+        return _linear(inputs, self._weight, self._bias)
+
+    def join(self) -> bool:
+        """Join the weights, unless they are; False if these layers cannot be joined, or there is only one."""
+        if not self._is_plain():
+            return False
+        if self._pointers != self._addresses():  # first use, or the model was moved or loaded again
+            self._join()
+        return True
+
+    def _is_plain(self) -> bool:
+        has_bias = self._layers[0].bias is not None if type(self._layers[0]) is nn.Linear else False
+        are_alike = all(type(layer) is nn.Linear and (layer.bias is not None) == has_bias for layer in self._layers)
+        return are_alike and len(self._layers) > 1
+
+    def _addresses(self) -> tuple[int, ...]:
+        return tuple(layer.weight.data_ptr() for layer in self._layers)
+
+    @torch.no_grad()
+    def _join(self) -> None:
+        self._weight = _joined([layer.weight for layer in self._layers])
+        has_bias = self._layers[0].bias is not None
+        self._bias = _joined([layer.bias for layer in self._layers]) if has_bias else None
+        self._pointers = self._addresses()
+
+
+def product(layer: Any, inputs: Tensor) -> Tensor:
+    """What a linear layer, with adapters or without, makes of its inputs."""
+    if type(layer) is nn.Linear:
+        return _linear(inputs, layer.weight, layer.bias)
+    if type(layer) is Conv1D:
+        return _linear(inputs, layer.weight.t(), layer.bias)
+    with same_in_any_company(layer, inputs, tile=SLOT_TILE):
+        result: Tensor = layer(inputs)
+    return result
+
+
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if inputs.device.type == "cpu":
+        return tiled_linear(inputs, weight, bias, tile=SLOT_TILE)
+    return F.linear(inputs, weight, bias)
+
+
+def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Move parameters into one tensor, of which they are parts from then on."""
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(
+        parameters, torch.split(whole, [len(parameter) for parameter in parameters]), strict=True
+    ):
+        parameter.data = part
+    return whole
+
+
+class Block(NamedTuple):
+    """Attention and what follows it."""
+
+    norm: Any
+    projections: FusedLinear
+    """Queries, keys and values."""
+    head_norms: tuple[Any, Any] | None
+    """Of each query and each key (Qwen3, Gemma 3)."""
+    rotation: str
+    """Which of the model's rotary embeddings turns them; see `Body.rotations`."""
+    window: int | None
+    """How many tokens back attention sees, its own included."""
+    output: Any
+    output_norm: Any | None
+    """Of what attention adds (Gemma 3)."""
+    mlp_norm: Any | None
+    """None if the MLP reads what attention reads (Phi)."""
+    up: FusedLinear
+    is_gated: bool
+    """Whether `up` is gate and up, side by side."""
+    activation: Any
+    down: Any
+    down_norm: Any | None
+
+    @classmethod
+    def of(cls, layer: Any, config: Any, *, rotation: str) -> "Block":
+        """Read a layer of a model."""
+        attention = _any(layer, "self_attn", "attn")
+        mlp = _any(layer, "mlp") or layer  # OPT has no module for it
+        window = getattr(config, "sliding_window", None) if config.model_type in ("mistral", "phi3") else None
+        gate, query_norm = _any(mlp, "gate_proj"), _any(attention, "q_norm", "q_layernorm")
+        has_norms_behind = hasattr(layer, "pre_feedforward_layernorm")
+        after_attention = _any(layer, "post_attention_layernorm", "ln_2", "final_layer_norm")
+        return cls(
+            norm=_any(layer, "input_layernorm", "ln_1", "self_attn_layer_norm"),
+            projections=_joinable(attention, ("qkv_proj", "c_attn"), ("q_proj", "k_proj", "v_proj")),
+            head_norms=None if query_norm is None else (query_norm, _any(attention, "k_norm", "k_layernorm")),
+            rotation=rotation,
+            window=getattr(attention, "sliding_window", window),
+            output=_any(attention, "o_proj", "out_proj", "c_proj", "dense"),
+            output_norm=after_attention if has_norms_behind else None,
+            mlp_norm=layer.pre_feedforward_layernorm if has_norms_behind else after_attention,
+            up=_joinable(mlp, ("gate_up_proj", "fc1", "c_fc"), ("gate_proj", "up_proj")),
+            is_gated=gate is not None or hasattr(mlp, "gate_up_proj"),
+            activation=_any(mlp, "act_fn", "activation_fn", "act"),
+            down=_any(mlp, "down_proj", "fc2", "c_proj"),
+            down_norm=layer.post_feedforward_layernorm if has_norms_behind else None,
+        )
+
+
+class Body(NamedTuple):
+    """A decoder between its token embedding and its output head."""
+
+    positions: Any | None
+    """Learned embeddings of positions (GPT-2, OPT)."""
+    rotary: Any | None
+    rotations: tuple[str, ...]
+    """The kinds of layers that have a rotary embedding of their own (Gemma 3), or one that stands for all."""
+    blocks: list[Block]
+    norm: Any
+    attention: Any
+    """That of the first layer; heads are alike in all."""
+
+    @classmethod
+    def of(cls, model: Any) -> "Body":
+        """Read a causal language model of an architecture that `native_engine_problem` has nothing against."""
+        body = _any(model.base_model, "decoder") or model.base_model
+        layers, rotary = _any(body, "layers", "h"), _any(body, "rotary_emb")
+        kinds = [""] * len(layers)
+        if hasattr(rotary, "layer_types"):
+            kinds = list(model.config.layer_types)
+        return cls(
+            positions=_any(body, "wpe", "embed_positions"),
+            rotary=rotary,
+            rotations=tuple({*kinds}),
+            blocks=[Block.of(one, model.config, rotation=kind) for one, kind in zip(layers, kinds, strict=True)],
+            norm=_any(body, "norm", "final_layernorm", "ln_f", "final_layer_norm"),
+            attention=_any(layers[0], "self_attn", "attn"),
+        )
+
+
+def _any(module: Any, *names: str) -> Any:
+    """The first of these parts that a module has; None if it has none."""
+    return next((part for name in names if (part := getattr(module, name, None)) is not None), None)
+
+
+def _joinable(module: Any, joined: Sequence[str], parts: Sequence[str]) -> FusedLinear:
+    """A product of a module: one layer, whatever its name, or several of the same input."""
+    whole = _any(module, *joined)
+    return FusedLinear([getattr(module, part) for part in parts] if whole is None else [whole])
