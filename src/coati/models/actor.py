@@ -21,7 +21,6 @@ from coati.models.lora import add_lora
 from coati.models.memory import are_shapes_enough, own_memory
 from coati.models.packing import (
     PackedRows,
-    PackedTargets,
     base_of,
     log_padding_once,
     packed_hidden,
@@ -166,16 +165,13 @@ def score_actions(
         packed = PackedRows.of(sequences, attention_mask)
         if len(packed) == 0:
             return score_padded(model, sequences, attention_mask, scoring)
-        targets = PackedTargets.of(packed, scoring.num_actions)  # before the model: it waits for the device
-        hidden = packed.at(packed_hidden(model, packed), targets.predecessors)  # [n, d]
-        tokens, rows, tile = targets.tokens, targets.rows, 0
-        if is_same_in_any_company():
-            tile, missing = TILE, -len(tokens) % TILE
-            hidden, tokens, rows = (
-                F.pad(hidden, (0, 0, 0, missing)),
-                F.pad(tokens, (0, missing)),
-                F.pad(rows, (0, missing)),
-            )
+        at, rows, columns = packed.actions(scoring.num_actions)  # before the model: it waits for the device
+        hidden = packed.at(packed_hidden(model, packed), at - 1)  # [n, d]
+        tokens, of_rows, tile = packed.tokens[at], rows, 0
+        if is_same_in_any_company():  # whole tiles
+            tile, missing = TILE, -len(at) % TILE
+            hidden = F.pad(hidden, (0, 0, 0, missing))
+            tokens, of_rows = F.pad(tokens, (0, missing)), F.pad(rows, (0, missing))
     head = base_of(model).get_output_embeddings()
     temperatures = scoring.temperatures
     logprobs, entropy = head_logprobs_and_entropy(
@@ -183,12 +179,13 @@ def score_actions(
         head.weight,
         tokens,
         bias=head.bias,
-        temperature=1.0 if temperatures is None else temperatures[rows],
+        temperature=1.0 if temperatures is None else temperatures[of_rows],
         with_entropy=scoring.with_entropy,
         chunk_tokens=tile,
     )
-    shape = (packed.shape[0], scoring.num_actions)
-    return targets.unpacked(logprobs, shape), None if entropy is None else targets.unpacked(entropy, shape)
+    empty = logprobs.new_zeros(packed.shape[0], scoring.num_actions)
+    logprobs = empty.index_put((rows, columns), logprobs[: len(at)])
+    return logprobs, None if entropy is None else empty.index_put((rows, columns), entropy[: len(at)])
 
 
 def score_padded(

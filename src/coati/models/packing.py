@@ -155,6 +155,13 @@ class PackedRows:
         """[T, …] to [n, …]: what was computed for some of the N tokens, each of which is named once."""
         return take(values, tokens) if self.shared is None else take_often(values, self.shared.slots[tokens])
 
+    def actions(self, num_actions: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens of the last columns that have one before them in their row: where they are among the N, their row,
+        and their column counted from the first of the last columns, [n] each."""
+        columns = self.spots % self.shape[1] - (self.shape[1] - num_actions)
+        at = ((columns >= 0) & (self.positions > 0)).nonzero().squeeze(1)
+        return at, self.spots[at] // self.shape[1], columns[at]
+
     def unpacked(self, values: Tensor) -> Tensor:
         """[T] back to [B, S], with 0 at padding."""
         if self.shared is not None:
@@ -162,34 +169,6 @@ class PackedRows:
         rows, columns = self.spots // self.shape[1], self.spots % self.shape[1]
         # Not a view of something flat: sharding hangs its backward hook on what a module returns.
         return values.new_zeros(self.shape).index_put((rows, columns), values)
-
-
-@dataclasses.dataclass(frozen=True)
-class PackedTargets:
-    """Which of the packed tokens are scored: those of the last columns that have a token before them in their row."""
-
-    predecessors: Tensor
-    """[n] where the token before is among the N, whose hidden state predicts it."""
-    tokens: Tensor
-    """[n] token ids."""
-    rows: Tensor
-    """[n] of the padded batch."""
-    columns: Tensor
-    """[n] counted from the first of the last columns."""
-
-    @classmethod
-    def of(cls, packed: PackedRows, num_actions: int) -> "PackedTargets":
-        """The real tokens among the last `num_actions` columns."""
-        width = packed.shape[1]
-        columns = packed.spots % width - (width - num_actions)
-        at = ((columns >= 0) & (packed.positions > 0)).nonzero().squeeze(1)
-        return cls(at - 1, packed.tokens[at], packed.spots[at] // width, columns[at])
-
-    def unpacked(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
-        """[n] to [B, num_actions], with 0 where nothing is scored; values behind the first n are left out."""
-        if len(values) > len(self.rows):
-            values = values[: len(self.rows)]
-        return values.new_zeros(shape).index_put((self.rows, self.columns), values)
 
 
 def row_parts(row_tokens: Sequence[int], *, max_tokens: int = 0, max_rows: int = 0) -> list[slice]:
