@@ -18,8 +18,8 @@ from coati.errors import OutOfMemory
 from coati.experience import Experience
 from coati.experience_maker import NaiveExperienceMaker
 from coati.models import Actor, Critic
-from coati.trainer.batches import LARGEST_PASS
 from coati.trainer.ppo import PPOLearner
+from coati.trainer.steps import LARGEST_PASS
 from coati.trainer.strategies import DDPStrategy
 
 CONFIG = LlamaConfig(
@@ -110,11 +110,11 @@ def test_a_pass_that_does_not_fit_is_halved_and_the_step_is_that_of_the_smaller_
     small, expected, theirs = peak_of(half)
     assert large > 1.5 * small > 2**30
     learner, ours = make_learner("auto")
-    with room_for((small + large) / 2), caplog.at_level(logging.WARNING, logger="coati.trainer.batches"):
+    with room_for((small + large) / 2), caplog.at_level(logging.WARNING, logger="coati.trainer.steps"):
         metrics = learner.step(make_batch())
         assert metrics["train/micro_batch_tokens"] == half
         learner.step(make_batch())  # begins with what fits
-    (warning,) = (record for record in caplog.records if record.name == "coati.trainer.batches")
+    (warning,) = (record for record in caplog.records if record.name == "coati.trainer.steps")
     assert f"{LARGEST_PASS} tokens, ran out of memory" in warning.getMessage()
     assert len(theirs) == 2  # of the actor and the critic, once: not of the passes that failed
     assert len(ours) == 4
@@ -129,7 +129,7 @@ def test_a_single_sample_that_does_not_fit_is_an_error_with_the_memory_there_was
     learner, _ = make_learner("auto")
     learner.step(make_batch(2))  # the optimizers have their state
     before = [parameter.detach().clone() for parameter in learner.actor.parameters()]
-    with room_for(2**26), pytest.raises(OutOfMemory, match=r"over 1 samples, 960 tokens.*GiB held.*GiB free"):
+    with room_for(2**24), pytest.raises(OutOfMemory, match=r"over 1 samples, 960 tokens.*GiB held.*GiB free"):
         learner.step(make_batch(4, response=960 - PROMPT))
     assert all(map(torch.equal, before, learner.actor.parameters()))
     learner.step(make_batch(4))

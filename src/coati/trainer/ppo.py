@@ -28,10 +28,17 @@ from coati.models import action_logprobs, action_values
 from coati.models.actor import unwrap
 from coati.models.packing import base_of
 from coati.models.value_head import ValueHeadModel
-from coati.trainer.batches import MicroBatch, PassSize, PassTooLarge, micro_batches
 from coati.trainer.objective import StepCounts, measure_off_policy, off_policy_metrics, policy_objective
 from coati.trainer.optim import make_optimizer
-from coati.trainer.steps import StepNumbers, TrainingHealth, explained_variance
+from coati.trainer.steps import (
+    MicroBatch,
+    PassSize,
+    PassTooLarge,
+    StepNumbers,
+    TrainingHealth,
+    explained_variance,
+    micro_batches,
+)
 from coati.trainer.strategies import Strategy
 from coati.trainer.strategies.layouts import checkpoint_contexts, transformer_blocks
 

@@ -11,9 +11,9 @@ from tiny import actor_and_critic, items
 from coati.batching import make_experience_batch
 from coati.config import TrainSettings
 from coati.errors import OutOfMemory
-from coati.trainer import batches as batches_module
-from coati.trainer.batches import FIXED_PASS, LARGEST_PASS, PassSize
+from coati.trainer import steps as steps_module
 from coati.trainer.ppo import PPOLearner
+from coati.trainer.steps import FIXED_PASS, LARGEST_PASS, PassSize
 from coati.trainer.strategies import DDPStrategy
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -24,7 +24,7 @@ NUM_SAMPLES, SAMPLE_TOKENS = 8, 5
 @pytest.fixture(autouse=True)
 def first_size(monkeypatch):
     """A batch of these tests, 40 tokens, is one pass at first."""
-    monkeypatch.setattr(batches_module, "FIXED_PASS", 64)
+    monkeypatch.setattr(steps_module, "FIXED_PASS", 64)
 
 
 def make_batch(first=0):
@@ -151,7 +151,7 @@ def test_the_hosts_memory_is_not_a_matter_of_passes():
     ],
 )
 def test_auto_begins_with(monkeypatch, device, world_size, shards, expected):
-    monkeypatch.setattr(batches_module, "FIXED_PASS", FIXED_PASS)
+    monkeypatch.setattr(steps_module, "FIXED_PASS", FIXED_PASS)
     strategy = SimpleNamespace(device=torch.device(device), world_size=world_size, shards_parameters=shards)
     size = PassSize(TrainSettings(), strategy, lambda: None)
     assert size.tokens == expected
