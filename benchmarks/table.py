@@ -29,7 +29,6 @@ from rollout import case_of, job_for_vllm, qwen2_config
 from rollout_vllm import TURN, read_results, vllm_command, vllm_environment
 
 BENCHMARKS = Path(__file__).resolve().parent
-CASE_SECONDS = "20"
 START_SECONDS = 240.0
 
 
@@ -57,11 +56,11 @@ ROLLOUTS = [
     Rollout("0.5B", "2048/256x512+2048~500", "90,000 and 5 ×"),
     Rollout("0.5B", "64x128+256", ""),
     Rollout("0.5B", "256x128+256", ""),
-    Rollout("0.5B", "1024x128+256", ""),
-    Rollout("0.5B", "64x512+8192", "45,000", has_vllm=False),
     Rollout("7B", "64x512+512", "1.25 ×"),
     Rollout("7B", "256x512+512", "1.2 ×"),
     Rollout("1.5B", "1024/256x512+2048~500", "3 ×"),
+    Rollout("0.5B", "1024x128+256", "", has_vllm=False),
+    Rollout("0.5B", "64x512+8192", "45,000", has_vllm=False),
 ]
 TRAININGS = {
     "0.5B": Training(
@@ -77,7 +76,7 @@ TRAININGS = {
     "1.5B": Training(
         "--shape 1.5b --prompt-tokens 512 --new-tokens 2048 --mean-length 500 --mixed-precision true "
         "--trl-micro-batch 4",
-        {"coati-ppo": "--steps 14 --warmup 6", "trl-vllm": "--steps 5 --warmup 2"},
+        {"coati-ppo": "--steps 14 --warmup 6", "trl-vllm": "--steps 4 --warmup 2"},
         "1.5B, 64 × (512 + geometric to 2,048)",
         "4 ×",
     ),
@@ -176,7 +175,8 @@ def main() -> None:
     parser.add_argument("--waves", nargs="*", choices=WAVES, default=WAVES, help="none: only print what FOLDER has")
     parser.add_argument("--vllm-site", type=Path, help="folder with vLLM, if it is not in this environment")
     parser.add_argument("--seconds", type=float, default=3600.0, help="for all of it; then the rest is left out")
-    parser.add_argument("--repeats", type=int, default=3, help=f"of generation, at most; none after {CASE_SECONDS} s")
+    parser.add_argument("--repeats", type=int, default=3, help="of generation, at most")
+    parser.add_argument("--case-seconds", type=float, default=30.0, help="no repeat of a case is begun after these")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     arguments.folder = arguments.folder.resolve()
@@ -265,20 +265,26 @@ def training_jobs(wave: str, arguments: argparse.Namespace) -> list[Job]:
 
 def rollout_jobs(arguments: argparse.Namespace) -> list[Job]:
     jobs = []
-    for model in dict.fromkeys(row.model for row in ROLLOUTS):
-        rows = [row for row in ROLLOUTS if row.model == model]
+    for model, has_vllm in dict.fromkeys((row.model, row.has_vllm) for row in ROLLOUTS):
+        rows = [row.case for row in ROLLOUTS if (row.model, row.has_vllm) == (model, has_vllm)]
+        names = [tiny(case) if arguments.tiny else case for case in rows]
         size, dtype = ("tiny", "float32") if arguments.tiny else (model, "bfloat16")
-        limits = {"repeats": arguments.repeats, "seconds": float(CASE_SECONDS)}
-        cases = [case_of(tiny(row.case) if arguments.tiny else row.case) for row in rows if row.has_vllm]
-        job = arguments.folder / f"vllm-{model}.job"
-        job.write_text(json.dumps(job_for_vllm(qwen2_config(size), dtype, cases, **limits)))
-        jobs.append(Job(f"vllm-{model}", vllm_command(job), arguments, needs_vllm=True))
+        if has_vllm:
+            job = arguments.folder / f"vllm-{model}.job"
+            limits = {"repeats": arguments.repeats, "seconds": arguments.case_seconds}
+            cases = [case_of(name) for name in names]
+            job.write_text(json.dumps(job_for_vllm(qwen2_config(size), dtype, cases, **limits)))
+            jobs.append(Job(f"vllm-{model}", vllm_command(job), arguments, needs_vllm=True))
+        name = native_name(model, has_vllm)
         command = [sys.executable, str(BENCHMARKS / "rollout.py"), "--device", arguments.device, "--engines", "native"]
-        command += ["--model", size, "--repeats", str(arguments.repeats), "--case-seconds", CASE_SECONDS]
-        command += ["--json", str(arguments.folder / f"native-{model}.rows")]
-        command += ["--cases", *[tiny(row.case) if arguments.tiny else row.case for row in rows]]
-        jobs.append(Job(f"native-{model}", command, arguments, needs_vllm=False))
+        command += ["--model", size, "--repeats", str(arguments.repeats), "--case-seconds", str(arguments.case_seconds)]
+        command += ["--json", str(arguments.folder / f"{name}.rows"), "--cases", *names]
+        jobs.append(Job(name, command, arguments, needs_vllm=False))
     return jobs
+
+
+def native_name(model: str, has_vllm: bool) -> str:
+    return f"native-{model}" if has_vllm else f"native-{model}-alone"
 
 
 def tiny(case: str) -> str:
@@ -314,9 +320,10 @@ def rollout_table(found: dict) -> list[str]:
     lines = ["| generation | coati, tokens/s | vLLM, tokens/s | ratio | goal | of the memory limit |", "|---" * 6 + "|"]
     for row in ROLLOUTS:
         cases = {row.case, tiny(row.case)}
-        ours = [one for one in found.get(f"native-{row.model}", []) if isinstance(one, dict) and one["case"] in cases]
+        measured = found.get(native_name(row.model, row.has_vllm), [])
+        ours = [one for one in measured if isinstance(one, dict) and one["case"] in cases]
         rates = {one["engine"]: one["tokens_per_second"] for one in ours}
-        theirs = found.get(f"vllm-{row.model}", {})
+        theirs = found.get(f"vllm-{row.model}", {}) if row.has_vllm else {}
         peer = next((one["tokens_per_second"] for name, one in theirs.items() if name in cases), None)
         own, limit = rates.get("native"), rates.get("memory limit")
         ratio = f"**{own / peer:.2f}**" if own and peer else ""
