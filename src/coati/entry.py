@@ -270,10 +270,7 @@ def execute(
         on_progress(log.snapshot())
         if not sync:
             options |= {"address": address, "log_to_driver": log_to_driver}
-        from coati.build import quiet_transformers
-
-        with quiet_transformers():
-            _new_run(config, log, parts or {}, sync=sync, **options).run(str(folder.resolve() / "model"))
+        _run(config, log, parts or {}, sync=sync, **options)
         was_stopped = should_stop() and log.state.step < steps
     return RunResult(
         config=config,
@@ -285,19 +282,17 @@ def execute(
     )
 
 
-def _new_run(
-    config: RunSettings, log: RunLog, parts: Mapping[str, Any], *, sync: bool, **options: Any
-) -> SynchronousRun | DetachedRun:
-    from coati.build import Parts
+def _run(config: RunSettings, log: RunLog, parts: Mapping[str, Any], *, sync: bool, **options: Any) -> None:
+    from coati.build import Parts, quiet_transformers
 
     options["parts"] = Parts(**{name: part for name, part in parts.items() if part is not None})
+    run_class: type[SynchronousRun | DetachedRun]
     if sync:
-        from coati.synchronous import SynchronousRun
-
-        return SynchronousRun(config, log, **options)
-    from coati.ray.launcher import DetachedRun
-
-    return DetachedRun(config, log, **options)
+        from coati.synchronous import SynchronousRun as run_class
+    else:
+        from coati.ray.launcher import DetachedRun as run_class
+    with quiet_transformers():
+        run_class(config, log, **options).run(str(config.output_folder.resolve() / "model"))
 
 
 def _account(folder: Path) -> RunAccount:

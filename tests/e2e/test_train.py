@@ -113,7 +113,7 @@ def test_a_synchronous_run_that_fails_says_what_was_saved(film_run, coati_here, 
         AutoTokenizer.from_pretrained(tmp_path / "out" / "model-at-failure")
 
 
-def test_a_run_without_tensorboard_says_so_and_trains(film_run, coati_here, tmp_path, monkeypatch):
+def test_a_run_without_tensorboard_trains(film_run, coati_here, tmp_path, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else find_spec(name, *rest)
@@ -121,7 +121,6 @@ def test_a_run_without_tensorboard_says_so_and_trains(film_run, coati_here, tmp_
     settings = ("--set", "train.total_steps=2", "--set", "logging.tensorboard=true")
     finished = coati_here("train", film_run, "--sync", *settings)
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.count("pip install tensorboard") == 1
     assert not (tmp_path / "out" / "tensorboard").exists()
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
 from coati.config.section import Section, secrets_in, setting
 from coati.config.sections import Texts
-
-_SECRET_NAME = re.compile(
-    r"api_?key$|(^|_)(access|api|auth|bearer)_?token$|^authorization$|secret|password", re.IGNORECASE
-)
 
 
 class RewardSource(Section):
@@ -38,7 +33,7 @@ class RewardSource(Section):
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         if self.messages and (self.model or (self.function and ":" not in self.function)):
             yield "messages", "false", True, "Only functions of your own take messages."
-        for key in secrets_in(self.options, _SECRET_NAME, "options"):
+        for key in secrets_in(self.options, "options"):
             remedy = "Keep it in an environment variable, and have the option name that: settings are written down."
             yield key, "left out", "***", remedy
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -15,8 +14,6 @@ from coati.errors import GenerateOptionError
 
 # Options of `generate` that a setting of another name decides.
 _OWNERS = {"max_length": "max_new_tokens", "num_return_sequences": "samples_per_prompt"}
-
-_SECRET_NAME = re.compile(r"(^|_)(key|token|secret|password)$", re.IGNORECASE)  # in options of trackers
 
 Texts = Annotated[tuple[str, ...], Strict(False)]  # a list in TOML
 
@@ -313,6 +310,6 @@ class LoggingSettings(Section, section="logging"):
         return [*["tensorboard"] * self.writes_tensorboard, *self.trackers]
 
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        for key in secrets_in(self.trackers, _SECRET_NAME, "trackers"):
+        for key in secrets_in(self.trackers, "trackers"):
             remedy = "Set the environment variable that the package reads, such as WANDB_API_KEY."
             yield key, "left out, because it holds a secret", "one", remedy

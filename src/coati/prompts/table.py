@@ -30,7 +30,8 @@ class PromptTable:
 
     def __post_init__(self) -> None:
         if not self.rows:
-            raise DataError(f"{self.source} has no rows. Add some{' or check prompts.split' * (not self.is_jsonl)}.")
+            splits = "" if self.source.endswith(".jsonl") else ", or check prompts.split"
+            raise DataError(f"{self.source} has no rows. Add some{splits}.")
         for index, row in enumerate(self.rows):
             if self.column not in row:
                 raise DataError(
@@ -45,11 +46,6 @@ class PromptTable:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def is_jsonl(self) -> bool:
-        """Whether rows are the lines of a file, which has no splits."""
-        return self.source.endswith(".jsonl")
 
     @property
     def other_columns(self) -> list[str]:
@@ -92,8 +88,7 @@ def check_source(path: str) -> None:
 def load_prompts(path: str | Path, *, split: str = "train", subset: str = "", column: str = "prompt") -> PromptTable:
     """Load prompts from a .jsonl, .json, .csv or .parquet file, a `datasets` folder, or a `datasets` name.
 
-    A single file is one split, whatever `split` says, except for a .json file that holds several by name. `subset` is
-    the configuration of a hub dataset.
+    A single file is one split, whatever `split` says. `subset` is the configuration of a hub dataset.
     """
     check_source(str(path))
     file = Path(path)
@@ -138,7 +133,7 @@ def _read_dataset(name: str, split: str, subset: str) -> list[Row]:
     try:
         datasets = importlib.import_module("datasets")
         if path.suffix in FILE_SUFFIXES:
-            return _read_file(datasets, path, split)
+            return _read_file(datasets, path)
         is_saved = any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
         data = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name, subset or None)
         if isinstance(data, dict) and split in data:
@@ -157,7 +152,7 @@ def _read_dataset(name: str, split: str, subset: str) -> list[Row]:
     return rows
 
 
-def _read_file(datasets: Any, path: Path, split: str) -> list[Row]:
+def _read_file(datasets: Any, path: Path) -> list[Row]:
     kind = path.suffix.removeprefix(".")
     options = {"keep_default_na": False} if kind == "csv" else {}  # the words "NA" and "null" are texts
     # A cache of our own: the rows are read once, and the file may change before the next run.
@@ -166,8 +161,6 @@ def _read_file(datasets: Any, path: Path, split: str) -> list[Row]:
         rows: list[Row] = loaded["train"].to_list()
     if rows and "__index_level_0__" in rows[0]:
         raise DataError(f"{path} has more values in a row than columns. Put values that contain commas in quotes.")
-    if len(rows) == 1 and isinstance(named := rows[0].get(split), list):  # a JSON object of splits
-        return [row if isinstance(row, dict) else {} for row in named]
     return rows
 
 

@@ -9,10 +9,12 @@ from typing import get_args
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from coati.cli.train import train
 from coati.config import RunSettings, load_config
-from coati.errors import ConfigError
+from coati.demo.base_model import build_tokenizer
+from coati.errors import CoatiError, ConfigError
 from coati.run_folder import open_run_folder
 from coati.trainer.ppo import check_compiler
 
@@ -75,22 +77,24 @@ def dry_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "rewards", raising=False)
     for name, text in {
-        "model/config.json": "{}",
         "prompts.jsonl": '{"prompt": "the film"}\n',
         "texts.jsonl": '{"text": "the film"}\n',
         "rewards.py": "def praise(completions): ...\ndef asks(completions, answer): ...\n",
         "run.toml": "model.path = './model'\nprompts.path = 'prompts.jsonl'\nreward.function = 'math:sqrt'\n",
         "other/notes.txt": "",
         "runs/film/.coati-run": "",
-        "runs/film/model/config.json": "{}",
     }.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    tokenizer = build_tokenizer()
+    for folder in (tmp_path / "model", tmp_path / "runs" / "film" / "model"):
+        tokenizer.save_pretrained(folder)
+        LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(folder)
     usual = {"resume": None, "address": None, "sync": False, "dry_run": True, "overwrite": False, "verbose": False}
 
     def run(*overrides, **options):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(CoatiError) as caught:
             train(Path("run.toml"), overrides=list(overrides), **(usual | options))
         return str(caught.value)
 

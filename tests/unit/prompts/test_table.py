@@ -21,12 +21,10 @@ def test_jsonl_json_and_csv_hold_the_same_rows(tmp_path):
     pytest.importorskip("datasets")
     jsonl = write_jsonl(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "a.json").write_text(json.dumps(ROWS))
-    (tmp_path / "b.json").write_text(json.dumps({"train": [], "test": ROWS}))
     # A byte-order mark as spreadsheets write it, and a quoted comma.
     (tmp_path / "a.csv").write_text('\ufeffprompt,topic\nthe film,film\n"the plot, too",null\n')
     assert load_prompts(jsonl).rows == ROWS
     assert load_prompts(tmp_path / "a.json").rows == ROWS
-    assert load_prompts(tmp_path / "b.json", split="test").rows == ROWS
     assert load_prompts(str(tmp_path / "a.csv")).rows == ROWS
 
 
