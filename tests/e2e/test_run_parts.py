@@ -267,9 +267,9 @@ def test_prompts_keep_to_the_sections(model_folder, tmp_path):
         rollout={"prompts_per_batch": 2, "samples_per_prompt": 3, "max_new_tokens": 4},
     )
     batch, _ = build.make_prompts(config).batch([0, 1], group_size=3)
-    assert batch.sample_ids.tolist() == [0, 1, 2, 3, 4, 5]
-    assert batch.group_ids.tolist() == [0, 0, 0, 1, 1, 1]
-    assert batch.input_ids.tolist() == [[3]] * 3 + [[4]] * 3
+    assert [sample.id for sample in batch] == [0, 1, 2, 3, 4, 5]
+    assert [sample.group for sample in batch] == [0, 0, 0, 1, 1, 1]
+    assert [sample.tokens for sample in batch] == [[3]] * 3 + [[4]] * 3
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,10 @@
 Draws are keyed by the set's seed and the place of the sample in the set: the same for all versions, models and runs.
 """
 
-import dataclasses
 import logging
 import math
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -26,12 +24,10 @@ from coati.errors import DataError
 from coati.evaluation.estimates import Estimate, estimate, prompt_values
 from coati.experience import Sample
 from coati.experience_maker.base import LESS_TO_MAKE
-from coati.models.actor import unwrap
-from coati.models.calls import context_length_of
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import looks_local
 from coati.rewards import RewardScorer
-from coati.rollout import GenerateOptions, RolloutEngine, generate, make_engine
+from coati.rollout import GenerateOptions, RolloutEngine, generate, make_engine, prepared
 
 logger = logging.getLogger(__name__)
 
@@ -109,14 +105,8 @@ class Evaluator:
     def _begin(self, engine: RolloutEngine, drawn: list[Sample], version: int) -> Iterator[dict[str, Any]]:
         """Generate, and start to score; returns the samples, which wait for their scores."""
         options = GenerateOptions.parse(**self._config.rollout.generate_options).with_tokenizer(self._scorer.tokenizer)
-        context, most = context_length_of(unwrap(engine.model)) or sys.maxsize, self._config.rollout.max_new_tokens
-        changes: dict[str, Any] = {"seed": self.settings.seed, "options": options, "needs_log_probs": False}
-        samples = [
-            dataclasses.replace(
-                one, id=one.id + _FIRST_SAMPLE_ID, limit=min(most, context - len(one.tokens)), **changes
-            )
-            for one in drawn
-        ]
+        own: dict[str, Any] = {"model": engine.model, "seed": self.settings.seed, "needs_log_probs": False}
+        samples = [prepared(one, options, id=one.id + _FIRST_SAMPLE_ID, **own) for one in drawn]
         with device_errors_explained(f"evaluating {len(drawn)} samples of {self.settings.name!r}", LESS_TO_MAKE):
             experience = generate(engine, samples, version=version)
         tokens = experience.tokens_and_masks()

@@ -6,10 +6,8 @@ samples    the engine's       complete  rewards have come:
 """
 
 import contextlib
-import dataclasses
 import logging
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -40,7 +38,7 @@ from coati.monitor.metrics import Sum
 from coati.monitor.timeline import Timeline
 from coati.prompts.batch import parse_prompts
 from coati.rewards import ModelReward, RewardScorer
-from coati.rollout import GenerateOptions, RolloutEngine, join_samples, make_engine
+from coati.rollout import GenerateOptions, RolloutEngine, join_samples, make_engine, prepared
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +147,12 @@ class NaiveExperienceMaker(ExperienceMaker):
         options = GenerateOptions.parse(**generate_kwargs).with_tokenizer(tokenizer)
         if self.algorithm.uses_groups:
             _check_groups(samples)
-        samples = [self._prepared(sample, options) for sample in samples]
+        is_grouped = self.algorithm.uses_groups
+        units = [sample.group if is_grouped and sample.group is not None else sample.id for sample in samples]
+        samples = [
+            prepared(sample, options, model=self.actor, seed=self.seed, unit=unit)
+            for sample, unit in zip(samples, units, strict=True)
+        ]
         for unit in {sample.unit for sample in samples} & self._units.keys():
             self._forget(unit)
         for sample in samples:
@@ -164,17 +167,6 @@ class NaiveExperienceMaker(ExperienceMaker):
         if len(short) < len(samples):
             with self._generating():  # an engine makes room for them
                 self.engine.submit([sample for sample in samples if sample.limit > 0])
-
-    def _prepared(self, sample: Sample, options: GenerateOptions) -> Sample:
-        """The sample as the engine takes it."""
-        context, length = context_length_of(unwrap(self.actor)) or sys.maxsize, len(sample.tokens)
-        return dataclasses.replace(
-            sample,
-            limit=min(options.new_token_limit(length), context - length),
-            seed=self.seed,
-            options=options,
-            unit=sample.group if self.algorithm.uses_groups and sample.group is not None else sample.id,
-        )
 
     @torch.no_grad()
     def write(self) -> None:

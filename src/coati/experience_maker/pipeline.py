@@ -220,7 +220,9 @@ class ExperiencePipeline:
         make_seconds = max(1e-9, use.spent("generate", "score", "wait_rewards"))
         num_samples, scorer = experience.num_samples, self.maker.reward_model
         texts = sample_texts(experience, scorer.tokenizer, samples_kept) if isinstance(scorer, RewardScorer) else []
-        facts = {sample.id: facts_of(sample) for sample in batch.samples} if texts else {}
+        by_id = {sample.id: sample for sample in batch.samples}
+        for text in texts:
+            text |= facts_of(by_id[text["sample_id"]]) if text["sample_id"] in by_id else {"columns": {}}
         return {
             "version": batch.version,
             "incarnation": batch.incarnation,
@@ -232,7 +234,7 @@ class ExperiencePipeline:
                 **maker_metrics(use),
                 **batch.metrics,
             },
-            "samples": [{**text, **facts.get(text["sample_id"], {"columns": {}})} for text in texts],
+            "samples": texts,
         }
 
 

@@ -13,6 +13,7 @@ Prompts are drawn when they can be begun, on one background thread: a lease held
 maker.
 """
 
+import dataclasses
 import threading
 import time
 from collections import deque
@@ -39,37 +40,25 @@ _SLICE_SECONDS: Final = 0.5
 _ASKED_SHARE: Final = 1 / 8
 
 
+@dataclasses.dataclass(eq=False)
 class WorkLoop:
-    """Makes experience from the prompts of a source, and sends it to trainers.
+    """Makes experience from the prompts of a source, and sends it to trainers."""
 
-    `notify(hook, *args)` calls hooks of callbacks, those of one batch after those of the batch before; `record` takes
-    what each batch reports."""
+    pipeline: ExperiencePipeline
+    source: WorkSource
+    sender: ItemSender
+    _: dataclasses.KW_ONLY
+    deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
+    stop: threading.Event = dataclasses.field(default_factory=threading.Event)
+    notify: Callable[..., None] = lambda *_: None
+    """Calls hooks of callbacks, those of one batch after those of the batch before."""
+    record: Callable[[dict[str, Any]], None] = lambda _: None  # takes what each batch reports
+    samples_kept: int = 0
+    offload_to_cpu: bool = True
 
-    def __init__(
-        self,
-        pipeline: ExperiencePipeline,
-        source: WorkSource,
-        sender: ItemSender,
-        *,
-        deadlines: Deadlines | None = None,
-        stop: threading.Event | None = None,
-        notify: Callable[..., None] = lambda *_: None,
-        record: Callable[[dict[str, Any]], None] = lambda _: None,
-        samples_kept: int = 0,
-        offload_to_cpu: bool = True,
-    ) -> None:
-        self._pipeline = pipeline
-        self._source = source
-        self._sender = sender
-        self._deadlines = deadlines or Deadlines()
-        self._stop = stop or threading.Event()
-        self._notify = notify
-        self._record = record
-        self._samples_kept = samples_kept
-        self._offload_to_cpu = offload_to_cpu
-        self._timeline = pipeline.timeline
+    def __post_init__(self) -> None:
         # The maker, where samples are begun while others are being written.
-        self._writer = pipeline.writer if source.capacity > 0 else None
+        self._writer = self.pipeline.writer if self.source.capacity > 0 else None
         self._pending: deque[MakerBatch] = deque()  # scored, the oldest first
         self._has_started = False  # whether the hooks of a batch have been called
         self._drawn: Future[Any] | None = None  # the next work
@@ -80,8 +69,8 @@ class WorkLoop:
         thread = BackgroundThread(name="prompts")
         try:
             while self._begin_stretch(thread):
-                with self._timeline.span("generate"):
-                    while self._pipeline.num_in_work:
+                with self.pipeline.timeline.span("generate"):
+                    while self.pipeline.num_in_work:
                         self._advance()
                         self._ask(thread)
                         self._take_drawn()
@@ -98,20 +87,20 @@ class WorkLoop:
 
     def take_turn(self) -> bool:
         """Do the next work alone, and deliver it, while the trainer waits; False if there is none now."""
-        work = self._source.poll(self._source.capacity)
+        work = self.source.poll(self.source.capacity)
         if isinstance(work, list):
             self._start_hooks()
-            with self._timeline.span("generate"):
-                self._pending.append(self._pipeline.begin(work))
+            with self.pipeline.timeline.span("generate"):
+                self._pending.append(self.pipeline.begin(work))
             self._finish_pending()
-            self._sender.flush()
+            self.sender.flush()
         elif work is not None:
-            work.run(self._pipeline)
+            work.run(self.pipeline)
         return work is not None
 
     def _begin_stretch(self, thread: BackgroundThread) -> bool:
         """Wait until something is in work; False at the end."""
-        while not self._pipeline.num_in_work:
+        while not self.pipeline.num_in_work:
             while self._pending and self._pending[0].is_ready:
                 self._finish(self._pending.popleft())
             self._ask(thread)
@@ -125,14 +114,14 @@ class WorkLoop:
 
     def _ask(self, thread: BackgroundThread) -> None:
         """Have the next work drawn if there is room for it; nothing more after a stop."""
-        if self._stop.is_set():
+        if self.stop.is_set():
             self._has_more = False
         elif self._drawn is None and self._has_more and (room := self._room()) is not None:
-            self._drawn = thread.run(lambda: self._source.draw(room))
+            self._drawn = thread.run(lambda: self.source.draw(room))
 
     def _room(self) -> int | None:
         """Samples that there is room for; None if there is too little to ask for more work."""
-        source, pipeline = self._source, self._pipeline
+        source, pipeline = self.source, self.pipeline
         num_in_work, num_pending = pipeline.num_in_work, sum(len(batch.samples) for batch in self._pending)
         if self._writer is None:
             return source.capacity if not num_in_work and len(self._pending) < 2 else None
@@ -147,49 +136,49 @@ class WorkLoop:
         def attempt(seconds: float) -> bool:
             nonlocal last_delivery
             wait([drawn], timeout=min(seconds, _POLL_SECONDS if self._pending else _SLICE_SECONDS))
-            self._sender.collect()  # there may be no leases before what was sent has come
+            self.sender.collect()  # there may be no leases before what was sent has come
             if self._pending:
                 if self._pending[0].is_ready and not drawn.done():  # else the models work first
                     self._finish(self._pending.popleft())
                 last_delivery = time.monotonic()
-            return drawn.done() or self._stop.is_set()
+            return drawn.done() or self.stop.is_set()
 
-        with self._timeline.span(self._source.wait_name):
+        with self.pipeline.timeline.span(self.source.wait_name):
             wait_in_slices(
                 attempt,
-                deadline_seconds=self._deadlines.batch_seconds,
-                what=lambda: f"{self._source.awaited} (deadlines.batch_seconds)",
-                last_progress=lambda: max(last_delivery, self._source.last_answer),
+                deadline_seconds=self.deadlines.batch_seconds,
+                what=lambda: f"{self.source.awaited} (deadlines.batch_seconds)",
+                last_progress=lambda: max(last_delivery, self.source.last_answer),
             )
         return drawn.done()
 
     def _take_drawn(self) -> None:
         """Begin what was drawn, if it is there."""
-        if self._drawn is None or not self._drawn.done() or self._stop.is_set():
+        if self._drawn is None or not self._drawn.done() or self.stop.is_set():
             return
         drawn, self._drawn = self._drawn, None
         work = drawn.result()
         if work is None:
             self._has_more = False
         elif isinstance(work, list):
-            if not self._pending and not self._pipeline.num_in_work:
+            if not self._pending and not self.pipeline.num_in_work:
                 self._start_hooks()
-            self._pipeline.submit(work)
+            self.pipeline.submit(work)
         else:
-            while self._pipeline.num_in_work:
+            while self.pipeline.num_in_work:
                 self._advance()
             self._finish_pending()
             # This may take long, and others may wait for what became of these leases.
-            self._sender.flush()
-            self._source.settle()
-            work.run(self._pipeline, self._source.settle)
+            self.sender.flush()
+            self.source.settle()
+            work.run(self.pipeline, self.source.settle)
 
     def _advance(self) -> None:
         """Write on, and deliver what is ready if nothing has to be waited for: the models are in use."""
-        if (batch := self._pipeline.advance(in_batches=self._writer is None)) is not None:
+        if (batch := self.pipeline.advance(in_batches=self._writer is None)) is not None:
             self._pending.append(batch)
-        self._sender.collect()
-        while self._pending and self._pending[0].is_ready and self._sender.has_room():
+        self.sender.collect()
+        while self._pending and self._pending[0].is_ready and self.sender.has_room():
             self._finish(self._pending.popleft())
 
     def _finish_pending(self) -> None:
@@ -199,33 +188,33 @@ class WorkLoop:
     def _finish(self, batch: MakerBatch) -> None:
         """Wait for the rewards of a batch, and deliver it."""
         try:
-            experience = self._pipeline.finish(batch)
+            experience = self.pipeline.finish(batch)
         finally:
             for sample in batch.quarantined:
-                self._record({"quarantined": sample, "version": batch.version})
+                self.record({"quarantined": sample, "version": batch.version})
         self._start_hooks()
         if experience is None:
-            self._source.attach_leases(batch, [])
+            self.source.attach_leases(batch, [])
         else:
             self._deliver(batch, experience)
-        self._notify("on_batch_end")
+        self.notify("on_batch_end")
         self._has_started = False
 
     def _deliver(self, batch: MakerBatch, experience: Experience) -> None:
-        self._notify("on_make_experience_end", experience)
-        if self._offload_to_cpu:
+        self.notify("on_make_experience_end", experience)
+        if self.offload_to_cpu:
             experience.to_device("cpu")
-        num_skipped = self._source.num_skipped
-        self._record(self._pipeline.record(batch, samples_kept=self._samples_kept, num_skipped=num_skipped))
+        num_skipped = self.source.num_skipped
+        self.record(self.pipeline.record(batch, samples_kept=self.samples_kept, num_skipped=num_skipped))
         faults.reach("maker.before_deliver")
-        self._notify("on_send_start")
-        with self._timeline.span("send"):
-            self._sender.send(self._source.attach_leases(batch, split_experience_batch(experience)))
-        self._notify("on_send_end")
+        self.notify("on_send_start")
+        with self.pipeline.timeline.span("send"):
+            self.sender.send(self.source.attach_leases(batch, split_experience_batch(experience)))
+        self.notify("on_send_end")
 
     def _start_hooks(self) -> None:
         """Call the first hooks of a batch, unless that was done."""
         if not self._has_started:
             self._has_started = True
-            self._notify("on_batch_start")
-            self._notify("on_make_experience_start")
+            self.notify("on_batch_start")
+            self.notify("on_make_experience_start")

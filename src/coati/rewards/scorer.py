@@ -215,13 +215,7 @@ class RewardScorer:
         Functions run on one thread, a batch at a time. A reward that may be a model is asked when its scores are called
         for: it would get in the way of other models. If `prompt` is among the columns, its texts are the prompts.
         """
-        listed = {name: _as_list(values) for name, values in (columns or {}).items()}
-        for name, values in listed.items():
-            if len(values) != sequences.shape[0]:
-                raise RewardError(
-                    f"Column {name!r} must have one value per sample ({sequences.shape[0]}), got {len(values)}. "
-                    "Pass the columns of the batch that the sequences were generated from."
-                )
+        listed = {name: list(values) for name, values in (columns or {}).items()}
         device, tokens = sequences.device, (sequences, attention_mask, action_mask)
         if self.reward.is_host_work:  # fetched now: on the thread they would wait for what the models compute meanwhile
             tokens = (sequences.cpu(), attention_mask.cpu(), action_mask.cpu())
@@ -234,7 +228,3 @@ class RewardScorer:
             action_mask=tokens[2],
         )
         return PendingScores(self, request, device)
-
-
-def _as_list(values: Any) -> list[Any]:
-    return values.tolist() if isinstance(values, Tensor) else list(values)

@@ -6,7 +6,7 @@ from typing import Any
 from coati.config import RolloutSettings
 from coati.config.generate import GenerateOptions, native_engine_problem
 from coati.errors import ConfigError
-from coati.rollout.engine import RolloutEngine, generate, join_samples
+from coati.rollout.engine import RolloutEngine, generate, join_samples, prepared
 from coati.rollout.native import NativeEngine, config_of
 from coati.rollout.reference import ReferenceEngine
 from coati.rollout.vllm import VllmEngine
@@ -20,6 +20,7 @@ __all__ = [
     "generate",
     "join_samples",
     "make_engine",
+    "prepared",
 ]
 
 logger = logging.getLogger(__name__)

@@ -1,15 +1,25 @@
 """What every rollout engine is: a stream. Prompts go in whenever there is room, responses come out as they end."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from coati.batching import pad_samples
+from coati.config.generate import GenerateOptions
 from coati.errors import DataError
 from coati.experience import Experience, Sample
 from coati.models.actor import unwrap
+from coati.models.calls import context_length_of
+
+
+def prepared(sample: Sample, options: GenerateOptions, *, model: torch.nn.Module, **changes: Any) -> Sample:
+    """A copy for an engine: its options, and the most tokens that these and the model's context allow."""
+    context, length = context_length_of(unwrap(model)) or sys.maxsize, len(sample.tokens)
+    limit = min(options.new_token_limit(length), context - length)
+    return dataclasses.replace(sample, limit=limit, options=options, **changes)
 
 
 def admitted(samples: Sequence[Sample]) -> list[Sample]:

@@ -323,7 +323,7 @@ def test_a_source_that_is_answered_is_waited_for_beyond_the_deadline(llama, monk
     rig = Rig(llama, lambda _: None, prompts_seconds=1e-9)
     rig.source.last_answer = time.monotonic() + SECONDS  # as if trainers answered all the time
     looks = threading.Semaphore(0)
-    rig.loop._sender.collect = looks.release
+    rig.loop.sender.collect = looks.release
 
     def prompts():
         for first in (0, 2):

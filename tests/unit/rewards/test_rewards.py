@@ -417,11 +417,6 @@ def test_the_scorer_with_empty_responses_and_without_columns():
     assert recorder.request.prompts == ["a", "c b"]
 
 
-def test_the_scorer_refuses_columns_of_another_batch():
-    with pytest.raises(RewardError, match=r"'topic'.*\(2\), got 1"):
-        RewardScorer(Recorder(), make_tokenizer()).begin(SEQUENCES, ATTENTION_MASK, ACTION_MASK, {"topic": ["x"]})()
-
-
 def test_rewards_from_settings(tmp_path):
     (tmp_path / "scoring_for_settings.py").write_text(
         "def length(completions):\n    return [len(text) for text in completions]\n"
