@@ -99,7 +99,8 @@ def test_attention_writes_the_cache_and_reads_all_of_it(
         keys, values = (random(*shape, seed=seed, dtype=dtype) for seed in (6, 7))
         attend = operations.attention(positions, pages, page_size, 1001, {"": angles})
         mixed = [attend(projected, block, keys, values) for _ in range(2)]  # counters are as they were after a call
-        results.append((*mixed, keys, values))
+        split = operations.splitting(positions, {"": angles})(projected, block)  # as prefill does before it attends
+        results.append((*mixed, keys, values, *split))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
 

@@ -25,8 +25,6 @@ from coati.rollout.native.operations import (
     Attention,
     Geometry,
     operations_for,
-    split_heads,
-    turns_at,
     visible,
 )
 from coati.rollout.native.reading import Reading
@@ -147,10 +145,10 @@ class Decoder:
     def _reading_attention(self, reading: Reading, angles: Angles) -> Attention:
         """The attention of all layers in one pass over texts."""
         geometry = self._geometry
-        turns = turns_at(angles, reading.positions)
+        split = self.operations.splitting(reading.positions, angles)
 
         def attend(projected: Tensor, block: Block, keys: Tensor, values: Tensor) -> Tensor:
-            queries, new_keys, new_values = split_heads(projected, block, geometry, turns)
+            queries, new_keys, new_values = split(projected, block)
             keys[reading.pages, :, reading.offsets] = new_keys[reading.sources]
             values[reading.pages, :, reading.offsets] = new_values[reading.sources]
             if reading.num_past:

@@ -18,10 +18,9 @@ from torch import Tensor
 _DRAW_BLOCK = 2048
 # Positions of the cache that one step of attention reads. A page holds so many, or several times as many.
 _KEY_BLOCK = 64
-# Attention is cut into so many programs, if texts are long enough: a part is of so many positions at least.
-_PROGRAMS = 1024
-_MOST_PARTS = 32
-_LEAST_PART = 512
+# A text is read in so many parts at most, each of so many positions at least.
+_MOST_PARTS = 8
+_LEAST_PART = 256
 
 
 @triton.jit
@@ -106,6 +105,43 @@ def _rotated(
 
 
 @triton.jit
+def _rotate_kernel(
+    heads, positions, cos_table, sin_table, query_norm, key_norm, out, eps,
+    QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, PADDED: tl.constexpr, PADDED_KV: tl.constexpr, DIM: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, IS_SHIFTED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token)
+    dims = tl.arange(0, DIM)[None, :]
+    cos = tl.load(cos_table + position * DIM + dims).to(tl.float32)
+    sin = tl.load(sin_table + position * DIM + dims).to(tl.float32)
+    base = heads + token * (QUERIES + 2 * KV_HEADS) * DIM
+    target = out + token * (QUERIES + KV_HEADS) * DIM + dims
+    rows = tl.arange(0, PADDED)[:, None]
+    kept = rows < QUERIES
+    query = _rotated(base, rows, dims, cos, sin, query_norm, eps, kept, DIM, ROTARY, HAS_NORM, IS_SHIFTED)
+    tl.store(target + rows * DIM, query, mask=kept)
+    kv_rows = QUERIES + tl.arange(0, PADDED_KV)[:, None]
+    kv_kept = kv_rows < QUERIES + KV_HEADS
+    key = _rotated(base, kv_rows, dims, cos, sin, key_norm, eps, kv_kept, DIM, ROTARY, HAS_NORM, IS_SHIFTED)
+    tl.store(target + kv_rows * DIM, key, mask=kv_kept)
+
+
+def rotate(heads: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], *, geometry: Any, norms: Any) -> Tensor:
+    """Queries and keys [T, H + K, D] of projected heads [T, (H + 2K)·D], turned to their positions [T]."""
+    num_kv_heads, dim = geometry.num_kv_heads, geometry.head_dim
+    num_queries = geometry.group * num_kv_heads
+    out = heads.new_empty(len(heads), num_queries + num_kv_heads, dim)
+    query_norm, key_norm, eps, is_shifted = norms or (*angles, 0.0, False)
+    _rotate_kernel[(len(heads),)](
+        heads, positions, *angles, query_norm, key_norm, out, eps, QUERIES=num_queries, KV_HEADS=num_kv_heads,
+        PADDED=triton.next_power_of_2(num_queries), PADDED_KV=triton.next_power_of_2(num_kv_heads), DIM=dim,
+        ROTARY=geometry.rotary_dim or dim, HAS_NORM=norms is not None, IS_SHIFTED=is_shifted, num_warps=2,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
 def _attend_kernel(
     heads, positions, pages, keys, values, cos_table, sin_table, query_norm, key_norm, out, mixtures, weights, arrived,
     scale, eps, num_pages,
@@ -164,11 +200,8 @@ def _attend_kernel(
         is_before = start + places < end
         if WINDOW > 0:
             is_before = is_before & (start + places > position - WINDOW)
-        if PARTS > 1:  # a long loop is pipelined better so, and a short one has its page early
-            page = tl.load(own_pages + start // PAGE)
         offsets = ((page * KV_HEADS + kv_head) * PAGE + start % PAGE + places)[:, None] * DIM + dims
-        if PARTS == 1:
-            page = tl.load(own_pages + tl.minimum(start + BLOCK, position) // PAGE)
+        page = tl.load(own_pages + tl.minimum(start + BLOCK, position) // PAGE)  # of the next block
         k = tl.load(keys + offsets, mask=is_before[:, None], other=0.0)  # [BLOCK, D]
         v = tl.load(values + offsets, mask=is_before[:, None], other=0.0)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
@@ -197,14 +230,16 @@ def _attend_kernel(
             largest = tl.full((PADDED,), float("-inf"), tl.float32)
             weight_sum = tl.zeros((PADDED,), tl.float32)
             mixed = tl.zeros((PADDED, DIM), tl.float32)
-            for number in range(num_parts):
-                other = pair * PARTS + number
-                theirs = tl.load(weights + other * 2 * PADDED + rows, cache_modifier=".cg")
+            for number in tl.static_range(PARTS):  # unrolled, so that all of them are loaded at once
+                is_part = number < num_parts
+                there = weights + (pair * PARTS + number) * 2 * PADDED + rows
+                spots = mixtures + ((pair * PARTS + number) * PADDED + members) * DIM + dims
+                theirs = tl.load(there, mask=is_part, other=-1e30, cache_modifier=".cg")
+                their_sum = tl.load(there + PADDED, mask=is_part, other=0.0, cache_modifier=".cg")
+                their_mixed = tl.load(spots, mask=is_part, other=0.0, cache_modifier=".cg")
                 newest = tl.maximum(largest, theirs)
                 shrink, share = tl.exp(largest - newest), tl.exp(theirs - newest)
-                their_sum = tl.load(weights + (other * 2 + 1) * PADDED + rows, cache_modifier=".cg")
                 weight_sum = weight_sum * shrink + their_sum * share
-                their_mixed = tl.load(mixtures + (other * PADDED + members) * DIM + dims, cache_modifier=".cg")
                 mixed = mixed * shrink[:, None] + their_mixed * share[:, None]
                 largest = newest
             tl.store(target, (mixed / weight_sum[:, None]).to(query.dtype), mask=is_member)
@@ -215,8 +250,9 @@ class Parts:
 
     def __init__(self, positions: Tensor, num_positions: int, geometry: Any) -> None:
         pairs, self.padded = len(positions) * geometry.num_kv_heads, max(16, triton.next_power_of_2(geometry.group))
-        wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, pairs))
-        self.count = min(wanted, _MOST_PARTS, triton.cdiv(num_positions, _LEAST_PART))
+        # Few texts need many parts to keep the card busy; of many, the longest would be read when the others are done.
+        wanted = _MOST_PARTS if pairs <= 64 else min(4, triton.cdiv(2048, pairs))
+        self.count = min(wanted, triton.cdiv(num_positions, 2 * _LEAST_PART))
         sums = positions.new_empty(pairs * self.count * self.padded, geometry.head_dim + 2, dtype=torch.float32)
         mixtures, weights = sums.view(-1).split([sums[:, 2:].numel(), 2 * len(sums)])
         self.tensors = (mixtures, weights, positions.new_zeros(pairs, dtype=torch.int32))

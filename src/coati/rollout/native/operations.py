@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 Attention = Callable[[Tensor, Any, Tensor, Tensor], Tensor]
 """(projected, block, keys, values): append the new tokens to the cache [P, K, S, D], and attend; [n, H·D]."""
+Splitting = Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
+"""(projected, block): queries [T, H, D], keys and values [T, K, D], normalised if it does that, and turned."""
 Angles = dict[str, tuple[Tensor, Tensor]]
 """cos and signed sin of every position, [L, D] each, by `Block.rotation`."""
 
@@ -44,7 +46,7 @@ class Geometry:
 class TorchOperations:
     """Plain torch, on any device."""
 
-    draw = None  # as `Sampler` does
+    draw: Any = None  # as `Sampler` does
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
@@ -63,6 +65,23 @@ class TorchOperations:
         gate, up = both.chunk(2, dim=-1)
         return self.activated(gate, activation) * up
 
+    def splitting(self, positions: Tensor, angles: Angles) -> Splitting:
+        """How all layers split what they project of tokens at these positions."""
+        num_values, rotary_dim = self._geometry.num_kv_heads, self._geometry.rotary_dim
+        turns = {kind: (cos[positions, None], sin[positions, None]) for kind, (cos, sin) in angles.items()}
+
+        def split(projected: Tensor, block: Any) -> tuple[Tensor, Tensor, Tensor]:
+            heads = projected.view(len(projected), -1, self._geometry.head_dim)  # [T, H + 2K, D]
+            turned, values = heads[:, :-num_values], heads[:, -num_values:]
+            if block.head_norms is not None:
+                parts = zip(block.head_norms, (turned[:, :-num_values], turned[:, -num_values:]), strict=True)
+                turned = torch.cat([normed(norm, part) for norm, part in parts], dim=1)
+            if rotary_dim:
+                turned = _turned(turned, *turns[block.rotation], rotary_dim)
+            return turned[:, :-num_values], turned[:, -num_values:], values
+
+        return split
+
     def attention(
         self, positions: Tensor, pages: Tensor, page_size: int, num_positions: int, angles: Angles
     ) -> Attention:
@@ -71,7 +90,7 @@ class TorchOperations:
         `num_positions` is one past the largest position.
         """
         geometry, count = self._geometry, len(positions)
-        turns = turns_at(angles, positions)
+        split = self.splitting(positions, angles)
         new_pages = pages.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1)
         offsets = positions % page_size
         calls = _attention_calls(positions, num_positions, pages.shape[1] * page_size)
@@ -80,7 +99,7 @@ class TorchOperations:
         texts = [_texts(pages, rows, -(-length // page_size)) for rows, length in calls]
 
         def attend(projected: Tensor, block: Any, keys: Tensor, values: Tensor) -> Tensor:
-            queries, new_keys, new_values = split_heads(projected, block, geometry, turns)
+            queries, new_keys, new_values = split(projected, block)
             keys[new_pages, :, offsets] = new_keys
             values[new_pages, :, offsets] = new_values
             # The G queries of a group stand where several tokens of one head would, so keys are read once and as
@@ -138,35 +157,42 @@ def _attention_calls(positions: Tensor, num_positions: int, most: int) -> list[t
     return [((of_slots == length).nonzero().squeeze(1), length) for length in different]
 
 
-class TritonOperations:
-    """The same, one kernel each."""
+class TritonOperations(TorchOperations):
+    """The same, one kernel each where there is one."""
 
     def __init__(self, geometry: Geometry) -> None:
         from coati.rollout.native import kernels
 
+        super().__init__(geometry)
         self._kernels = kernels
-        self._geometry = geometry
-        self._plain = TorchOperations(geometry)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
         """As above; LayerNorm stays with torch."""
         if isinstance(norm, nn.LayerNorm):
-            return self._plain.add_norm(hidden, delta, norm)
+            return super().add_norm(hidden, delta, norm)
         return self._kernels.add_norm(hidden, delta, norm.weight, *_rms(norm))
-
-    def activated(self, inputs: Tensor, activation: nn.Module) -> Tensor:
-        """As above."""
-        return self._plain.activated(inputs, activation)
 
     def gated(self, both: Tensor, activation: nn.Module) -> Tensor:
         """As above; activations other than SiLU stay with torch."""
         if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation":
-            return self._plain.gated(both, activation)
+            return super().gated(both, activation)
         return self._kernels.gated(both)
 
     def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Tokens by inverse CDF and their log-probs at a temperature, [n] each."""
         return self._kernels.draw(logits, uniforms, temperature)
+
+    def splitting(self, positions: Tensor, angles: Angles) -> Splitting:
+        """As above."""
+        geometry, num_kv_heads = self._geometry, self._geometry.num_kv_heads
+
+        def split(projected: Tensor, block: Any) -> tuple[Tensor, Tensor, Tensor]:
+            options = {"geometry": geometry, "norms": _head_norms(block)}
+            turned = self._kernels.rotate(projected, positions, angles[block.rotation], **options)
+            values = projected.view(len(projected), -1, geometry.head_dim)[:, -num_kv_heads:]
+            return turned[:, :-num_kv_heads], turned[:, -num_kv_heads:], values
+
+        return split
 
     def attention(
         self, positions: Tensor, pages: Tensor, page_size: int, num_positions: int, angles: Angles
@@ -176,11 +202,7 @@ class TritonOperations:
         parts = self._kernels.Parts(positions, num_positions, self._geometry)
 
         def attend(projected: Tensor, block: Any, keys: Tensor, values: Tensor) -> Tensor:
-            norms = None
-            if block.head_norms is not None:
-                of_queries, of_keys = block.head_norms
-                norms = (of_queries.weight, of_keys.weight, *_rms(of_queries))
-            options = {"geometry": self._geometry, "norms": norms, "window": block.window}
+            options = {"geometry": self._geometry, "norms": _head_norms(block), "window": block.window}
             mixed: Tensor = self._kernels.attend(
                 projected, positions, pages, keys, values, angles[block.rotation], parts, **options
             )
@@ -189,7 +211,15 @@ class TritonOperations:
         return attend
 
 
-def operations_for(like: Tensor, geometry: Geometry) -> TorchOperations | TritonOperations:
+def _head_norms(block: Any) -> tuple[Tensor, Tensor, float, bool] | None:
+    """Weights of the norms of queries and keys, and what else the kernels need of them."""
+    if block.head_norms is None:
+        return None
+    of_queries, of_keys = block.head_norms
+    return of_queries.weight, of_keys.weight, *_rms(of_queries)
+
+
+def operations_for(like: Tensor, geometry: Geometry) -> TorchOperations:
     """Kernels for a GPU on which they have shown that they compute what torch does; torch otherwise.
 
     `like` is a weight of the model, for its device and dtype.
@@ -260,30 +290,12 @@ def _trial_errors(
             {
                 "add_norm": torch.cat(run.add_norm(hidden, delta, norm)),
                 "gated": run.gated(both, nn.SiLU()),
+                "splitting": torch.cat([*run.splitting(positions, {"": angles})(projected, blocks[1])], dim=1),
                 "attention": torch.cat([*mixed, keys.flatten(), values.flatten()]),
                 "draw": torch.cat([part.double() for part in drawn]),
             }
         )
     return {name: float((found - results[1][name]).abs().max()) for name, found in results[0].items()}
-
-
-def split_heads(projected: Tensor, block: Any, geometry: Geometry, turns: Angles) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [..., H, D], keys and values [..., K, D] of a block, normalised if it does that, and turned."""
-    heads = projected.view(*projected.shape[:-1], -1, geometry.head_dim)  # [..., H + 2K, D]
-    num_values = geometry.num_kv_heads
-    num_queries = heads.shape[-2] - 2 * num_values
-    turned, values = torch.split(heads, [num_queries + num_values, num_values], dim=-2)
-    if block.head_norms is not None:
-        parts = zip(block.head_norms, torch.split(turned, [num_queries, num_values], dim=-2), strict=True)
-        turned = torch.cat([normed(norm, part) for norm, part in parts], dim=-2)
-    if geometry.rotary_dim:
-        turned = _turned(turned, *turns[block.rotation], geometry.rotary_dim)
-    return turned[..., :num_queries, :], turned[..., num_queries:, :], values
-
-
-def turns_at(angles: Angles, positions: Tensor) -> Angles:
-    """cos and signed sin of these positions, [n, 1, D] each."""
-    return {kind: (cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)) for kind, (cos, sin) in angles.items()}
 
 
 def visible(positions: Tensor, num_positions: int, window: int | None) -> Tensor:
