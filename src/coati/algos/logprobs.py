@@ -242,7 +242,7 @@ def _compiles(device: torch.device) -> bool:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # no Triton, no C compiler, a card or driver that it does not know
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        reason = " ".join(str(error).splitlines()[:2])  # of the compiler, and of what it met
         warnings.warn(f"computing log-probs uncompiled, which is slower: {reason}", RuntimeWarning, stacklevel=2)
         return False
     return True

@@ -198,7 +198,7 @@ def test_an_impossible_token_has_no_gradient_however_large_that_of_its_entropy_i
 
 def test_a_device_that_cannot_compile_is_computed_on_without_and_named_in_a_warning(monkeypatch):
     def fail(*_):
-        raise RuntimeError("Failed to find C compiler")
+        raise RuntimeError("backend='inductor' raised:\nRuntimeError: Failed to find C compiler.\n\nmore")
 
     monkeypatch.setattr(torch, "compile", lambda _: fail)
     with pytest.warns(RuntimeWarning, match="C compiler"):
