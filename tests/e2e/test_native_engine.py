@@ -68,6 +68,8 @@ def make_model(name, seed=0):
         return LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=rope)).eval()
     if name == "qwen2":  # biases in the projections, tied embeddings
         return Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)).eval()
+    if name == "gemma3-capped":
+        return tiny.decoder("gemma3", seed, vocab_size=29, eos_token_id=2, final_logit_softcapping=2.0)
     if name in tiny.ARCHITECTURES:
         return tiny.decoder(name, seed, vocab_size=29, eos_token_id=2)
     if name == "qwen3":  # normalised heads, of another size than hidden / heads
@@ -124,6 +126,7 @@ def assert_same(found, expected):
             [{}, {"do_sample": False}, {"top_k": 4, "temperature": 0.7}, {"top_p": 0.6}],
         ),
         *itertools.product(tiny.ARCHITECTURES, [{}, {"do_sample": False}]),
+        ("gemma3-capped", {}),
     ],
     ids=str,
 )
@@ -191,15 +194,18 @@ def test_weights_that_are_written_into_the_model_count_from_the_next_token():
     assert_same(written_by(NativeEngine), expected)
 
 
-def test_adapters_count_and_loading_a_model_anew_is_noticed():
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3"])
+def test_adapters_count(name):
     torch.manual_seed(0)
-    actor = Actor(make_model("llama"), lora=LoRASettings(rank=2))
+    actor = Actor(make_model(name), lora=LoRASettings(rank=2))
     with torch.no_grad():
         for name, parameter in actor.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.2)  # much more, and float32 is further from float64 than what is compared
     assert_same(generate(NativeEngine(actor), make_request()), generate(ReferenceEngine(actor), make_request()))
 
+
+def test_loading_a_model_anew_is_noticed():
     model = make_model("llama")
     engine = NativeEngine(model)
     generate(engine, make_request())

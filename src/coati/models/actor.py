@@ -149,6 +149,8 @@ def scoring_problem(model: nn.Module) -> str | None:
     """Why this model has to be asked for its logits; None if its hidden states will do."""
     if problem := packing_problem(model):
         return problem
+    if getattr(base_of(model).config, "final_logit_softcapping", None) is not None:
+        return "its logits are capped (final_logit_softcapping)"
     head: Any = base_of(model).get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"its output head is a {type(head).__name__}, and not a plain linear layer"

@@ -209,8 +209,6 @@ def packing_problem(model: nn.Module) -> str | None:
     # A class from outside transformers may do anything in its forward pass, whatever its config is called.
     if kind not in PACKED_MODEL_TYPES or not type(base).__module__.startswith("transformers.models."):
         return f"{type(base).__name__} is not one of the known decoders ({', '.join(PACKED_MODEL_TYPES)})"
-    if getattr(base.config, "final_logit_softcapping", None) is not None:
-        return "its logits are capped (final_logit_softcapping)"
     if base.config._attn_implementation not in ("sdpa", PACKED_ATTENTION):
         return f"its attention is set to {base.config._attn_implementation!r}, and not to 'sdpa'"
     return None

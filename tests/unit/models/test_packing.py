@@ -146,7 +146,7 @@ def test_every_known_decoder_is_tested():
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window", "opt"])
 def test_values_and_rewards_are_those_of_the_padded_batch(name, batch, monkeypatch):
     critic, reward_model = Critic(causal_lm(name)), RewardModel(causal_lm(name))
     nn.init.normal_(critic.value_head.weight)
@@ -296,6 +296,9 @@ def test_what_stands_in_the_way_is_named():
     assert packed_scoring_problem(model) == "its output head has forward hooks"
     model.lm_head = nn.Sequential(model.lm_head)
     assert packed_scoring_problem(model) == "its output head is a Sequential, and not a plain linear layer"
+    capped = causal_lm("gemma3")
+    capped.config.final_logit_softcapping = 3.0
+    assert packed_scoring_problem(capped) == "its logits are capped (final_logit_softcapping)"
     eager = causal_lm("qwen2")
     eager.set_attn_implementation("eager")
     assert packed_scoring_problem(eager) == "its attention is set to 'eager', and not to 'sdpa'"

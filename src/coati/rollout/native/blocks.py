@@ -174,7 +174,7 @@ class Body(NamedTuple):
         return cls(
             positions=_any(body, "wpe", "embed_positions"),
             rotary=rotary,
-            rotations=tuple({*kinds}),
+            rotations=tuple(dict.fromkeys(kinds)),
             blocks=[Block.of(one, model.config, rotation=kind) for one, kind in zip(layers, kinds, strict=True)],
             norm=_any(body, "norm", "final_layernorm", "ln_f", "final_layer_norm"),
             attention=_any(layers[0], "self_attn", "attn"),
