@@ -2,7 +2,7 @@
 
 Shapes: B samples, P prompt tokens (left-padded), A response tokens (right-padded), S = P + A.
 
-A sample takes nine forms on its way from prompt to gradient:
+A sample takes nine forms on its way from prompt to gradient, one of them twice:
 
     row of a dataset    dict        prompts/            one prompt and its columns
     Sample              maker                           the prompt as tokens; then the response, and what became of it
@@ -15,7 +15,8 @@ A sample takes nine forms on its way from prompt to gradient:
     MicroBatch          trainer     trainer/            the rows of one pass
     PackedRows          trainer     models/             those, joined end to end for the models
 
-Each engine has its own buffers for what it is writing. A `Lease` is the right to make the samples of one prompt.
+Beside them: each engine has its own buffers for what it is writing, rewards answer a request with `PendingScores`, and
+`PackedTargets` says which of the packed tokens are scored. A `Lease` is the right to make the samples of one prompt.
 """
 
 import dataclasses
