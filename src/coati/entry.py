@@ -190,7 +190,8 @@ def check_run(
     """
     if is_resumed:
         check_incomplete(config)
-    check_inputs_outside(config)
+    else:
+        check_inputs_outside(config)
     check_run_folder(config, overwrite=overwrite or is_resumed)
     _check_topology(config, sync=sync, address=address)
     if config.model.trust_remote_code:
