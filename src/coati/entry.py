@@ -125,12 +125,7 @@ def train(
         ConfigError: when something is wrong before training starts.
     """
     parts = {"reward": reward, "learner": learner, "maker": maker}
-    for name, part in parts.items():
-        if part is not None and not callable(part):
-            raise ConfigError(
-                f"{name} must be a function or a class, got {type(part).__name__}. "
-                "Rewards by name, models and sums of them go into [reward]."
-            )
+    _check_callable(parts)
     settings = choose_settings(config, resume=resume, overrides=overrides, reward=reward, sync=sync)
     has = {"has_reward": reward is not None, "is_resumed": resume is not None}
     start = check_run(settings, **has, overwrite=overwrite, sync=sync, address=address)
@@ -152,6 +147,15 @@ def train(
             on_progress=on_progress or (lambda _: None),
             should_stop=should_stop,
         )
+
+
+def _check_callable(parts: Mapping[str, Any]) -> None:
+    for name, part in parts.items():
+        if part is not None and not callable(part):
+            raise ConfigError(
+                f"{name} must be a function or a class, got {type(part).__name__}. "
+                "Rewards by name, models and sums of them go into [reward]."
+            )
 
 
 def choose_settings(
