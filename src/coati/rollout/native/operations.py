@@ -268,15 +268,16 @@ def _trial_errors(
     kv_heads, dim = geometry.num_kv_heads, geometry.head_dim
     norm = SimpleNamespace(weight=random(48), variance_epsilon=1e-6)
     hidden, delta, both = random(3, 48), random(3, 48), random(2, 3, 96)
-    query_norm, key_norm = (SimpleNamespace(weight=random(dim), variance_epsilon=1e-6) for _ in range(2))
-    shifted = SimpleNamespace(weight=random(dim), eps=1e-6)
+    # Within ±1 as cos and sin are, or the size of products would make rounding look like an error.
+    query_norm, key_norm = (SimpleNamespace(weight=random(dim).sin(), variance_epsilon=1e-6) for _ in range(2))
+    shifted = SimpleNamespace(weight=random(dim).sin(), eps=1e-6)
     blocks = [
         SimpleNamespace(rotation="", head_norms=head_norms, window=window)  # as Llama's, Qwen3's and Gemma 3's
         for head_norms, window in ((None, None), ((query_norm, key_norm), None), ((shifted, shifted), 700))
     ]
     projected = random(3, (geometry.group + 2) * kv_heads * dim)
     # Texts of 3 pages each, long enough for the last to be read in parts.
-    cache, angles = random(2, 10, kv_heads, 512, dim), (random(1536, dim), random(1536, dim))
+    cache, angles = random(2, 10, kv_heads, 512, dim), (random(1536, dim).sin(), random(1536, dim).sin())
     pages = torch.tensor([[3, 4, 5], [1, 2, 9], [6, 8, 7]], device=device)
     positions = torch.tensor([0, 7, 1234], device=device)
     logits, uniforms = random(3, 5000), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device=device)
