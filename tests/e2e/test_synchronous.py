@@ -297,8 +297,9 @@ def test_a_stop_ends_it_with_what_was_trained(run):
 
 
 def test_the_clock_starts_with_training(run):
-    # Looks at the clock: the log is made, 500 s later training begins, then one for each of 2 batches, and the end.
-    ticks = iter([0.0, 500.0, 510.0, 520.0, 530.0])
+    # Looks at the clock: two when the log is made, two 500 s later when training begins, one for each of 2 batches, and
+    # one at the end.
+    ticks = iter([0.0, 0.0, 500.0, 500.0, 510.0, 520.0, 530.0])
     outcome = run(clock=lambda: next(ticks))
     assert [snapshot.elapsed for snapshot in outcome.snapshots] == [10.0, 20.0, 30.0]
     assert [snapshot.startup for snapshot in outcome.snapshots] == [500.0, 500.0, 500.0]
