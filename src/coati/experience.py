@@ -1,22 +1,23 @@
-"""A sample in three forms: `Sample` while a maker writes it, `Experience`, a batch to learn from, and `BufferItem`.
+"""The forms of a sample that several packages share: `Sample`, which a maker writes, `Experience` and `BufferItem`.
 
 Shapes: B samples, P prompt tokens (left-padded), A response tokens (right-padded), S = P + A.
 
-A sample takes nine forms on its way from prompt to gradient, one of them twice:
+A sample takes nine forms on its way from prompt to gradient, two of them on both sides:
 
     row of a dataset    dict        prompts/            one prompt and its columns
     Sample              maker                           the prompt as tokens; then the response, and what became of it
     MakerBatch          maker       experience_maker/   samples that are scored together, and their experience
     Experience          maker                           prompts and responses, padded; then rewards, KL and advantages
-    RewardRequest       maker       rewards/            the same as text, for rewards
-    BufferItem          maker                           one sample without padding; so it waits at the trainer
-    ItemBundle          the wire                        items that travel together, an array for each field
+    RewardRequest       maker       rewards/            the same as text and tokens, for rewards
+    BufferItem          both                            one sample without padding; so it waits at the trainer
+    ItemBundle          maker                           items for one trainer, which pickle as an array for each field
     Experience          trainer                         items of several makers, padded again
     MicroBatch          trainer     trainer/            the rows of one pass
-    PackedRows          trainer     models/             those, joined end to end for the models
+    PackedRows          both        models/             rows joined end to end for a model, here or for scoring
 
-Beside them: each engine has its own buffers for what it is writing, rewards answer a request with `PendingScores`, and
-`PackedTargets` says which of the packed tokens are scored. A `Lease` is the right to make the samples of one prompt.
+Beside them: each engine has its own buffers for what it is writing, rewards answer a request with `PendingScores` (a
+`Verdict` for each sample), and `PackedRows.actions` says which packed tokens are scored. A `Lease` is the right to make
+one group: the samples of a prompt where they are compared, else one sample.
 """
 
 import dataclasses
@@ -68,7 +69,7 @@ class Sample:
     is_cut: bool = False  # the length limit ended it, and no end-of-sequence token or stop string
 
     remarks: dict[str, Any] = dataclasses.field(default_factory=dict)  # the terms of a sum of rewards, and details
-    lost: str = ""  # why it is left out; not of those that are left out with another of their unit
+    lost: str = ""  # why it is left out; empty if that is because of another sample of its unit
     is_quarantined: bool = False  # left out because the reward failed on it, or on another of its unit
 
     # Up to the engine:
@@ -269,7 +270,7 @@ class BufferItem(_SampleFields):
     """One sample: the fields of `Experience` without padding and batch dimension. Pickles as numpy arrays."""
 
     # Set by the sender:
-    delivery_id: str | None = None  # the same for all items that it sends together, and for a retry, which is ignored
+    delivery_id: str | None = None  # the same for all items sent together, and for a retry: without leases it tells
     lease: tuple[int, int] | None = None  # number and epoch of the lease that this sample was made for
     scored_by: int = UNKNOWN_ID  # version of the weights that scored it, maybe newer than those that wrote it
 

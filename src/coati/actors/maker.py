@@ -2,7 +2,7 @@
 
 `workingloop` asks for leases, makes experience and sends it (`coati.experience_maker.work_loop`). Beside it,
 `update_experience_maker` stages and verifies weights, and offers them to the models, which commit them between two
-tokens, or at once if they are not in use.
+tokens (`rollout.in_flight`) or when nothing is being made.
 """
 
 import logging

@@ -218,7 +218,8 @@ class PlainPPOTrainer(Trainer):
     def _update_late_makers(self) -> None:
         """Send the weights of this version, and what its episode has made of them so far, to makers that missed it.
 
-        Sharded ranks can gather weights only together, so there the next version has to do.
+        So with `update_steps` above 1 a version can mean two sets of weights. Sharded ranks can gather weights only
+        together, so there the next version has to do.
         """
         self._sender.check()
         if not self.strategy.shards_parameters and self._sender.recipients.need_all:

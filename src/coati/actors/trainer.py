@@ -77,7 +77,8 @@ class Trainer(Worker, ABC):
         """Train on `total_steps` fresh batches, and send the makers new weights after every `update_steps`.
 
         The first epoch of an episode trains on batches as they come; further epochs go over them again in shuffled
-        order. If all makers finish before that, `fit` trains on what is left and ends. After `stop()` it ends at once.
+        order. If all makers finish before that, `fit` trains on what is left and ends. After `stop()` it ends before
+        the next batch.
         """
         numbers = {"total_steps": total_steps, "update_steps": update_steps, "train_epochs": train_epochs}
         for name, value in numbers.items():
@@ -174,11 +175,11 @@ class Trainer(Worker, ABC):
         return self._buffer.get_length()
 
     def buffer_append(self, experience: Experience) -> None:
-        """Take a batch in, sample by sample; blocks while the buffer is full."""
+        """Take a batch in, sample by sample; without leases, blocks while the buffer is full."""
         self.buffer_extend(split_experience_batch(experience))
 
     def buffer_extend(self, items: list[BufferItem]) -> None:
-        """Called by experience makers; blocks while the buffer is full. Returning is the acknowledgement."""
+        """Called by experience makers; without leases, blocks while the buffer is full. Returning acknowledges."""
         self._buffer.extend(items)
         faults.reach("trainer.after_delivery")
 

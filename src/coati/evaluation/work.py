@@ -52,7 +52,7 @@ class EvaluationWork:
         """Ask for an evaluation; itself if one is due that this maker is to make."""
         if not self._evaluators:
             return None
-        incarnation = self._served.incarnation  # before the version, which must not be from before them
+        incarnation = self._served.incarnation  # read first, so that the version is theirs or a later one's
         job = self._ask("next_evaluation", self._maker, self._served.version, incarnation)
         self._job = None if job is None else EvalJob(*job)
         return None if job is None else self

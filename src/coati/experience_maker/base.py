@@ -34,7 +34,7 @@ class MakerBatch:
     """Samples that a maker scores together: then their experience, first without rewards, at last with advantages."""
 
     samples: list[Sample]  # all of them; `experience` has those that are left
-    experience: Experience | None = None  # None if all were dropped
+    experience: Experience | None = None  # None before it is made, and if all were dropped
     scores: PendingScores | None = None  # scores that a reward function is still computing
     version: int = 0  # version of the weights that scored it
     incarnation: int = 0  # of the trainers that these weights came from

@@ -1,4 +1,4 @@
-"""Delivery of items from a maker to its trainers: round-robin, acknowledged, bounded, idempotent."""
+"""Delivery of items from a maker to its trainers: acknowledged, bounded, idempotent."""
 
 import dataclasses
 import logging
@@ -32,8 +32,8 @@ class ItemSender:
     """Sends items to the trainers that they were leased from; those without a lease to all in turn, across batches.
 
     At most `max_in_flight` sends per trainer are unacknowledged. What a trainer that died has not acknowledged is
-    dropped if it was leased, because its successor grants it again; else it goes to the others. A retry carries the
-    same ids, so no item is trained on twice. After a stop, trainers have the grace time to acknowledge.
+    dropped if it was leased, because its successor grants it again; else it goes to the others. A retry is
+    recognised by its lease, or else by its delivery id. After a stop, trainers have the grace time to acknowledge.
     """
 
     trainers: Sequence[str]
@@ -67,7 +67,7 @@ class ItemSender:
             self._call(trainer, part, time.monotonic())
 
     def has_room(self) -> bool:
-        """Return whether `send` would not wait: all that was sent has been answered."""
+        """Return whether all that was sent has been answered, so that `send` does not wait."""
         return all(flight.call.done() for flight in self._in_flight)
 
     def collect(self) -> None:

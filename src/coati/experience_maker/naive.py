@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class NaiveExperienceMaker(ExperienceMaker):
-    """Makes experience with one pass of each model.
+    """Makes experience: scores groups that are complete, in passes, while others are still written.
 
     Samples that cannot be trained on (a prompt that leaves no room, a reward that is not finite) are dropped with a
     warning, with their whole group where samples of a prompt are compared. A group with a sample on which the reward

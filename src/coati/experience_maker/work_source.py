@@ -30,7 +30,7 @@ class OtherWork(Protocol):
 
 
 class WorkSource(ABC):
-    """Gives a maker its work, and takes account of what came of it. The attributes are those of a data loader."""
+    """Gives a maker its work, and takes account of what came of it. Its attributes default to a data loader's."""
 
     wait_name = "wait_prompts"  # the activity of a maker that waits for prompts
     capacity = 0
@@ -168,7 +168,7 @@ class LeasedPrompts(WorkSource):
 
     def _request(self, wanted: int) -> list[Lease]:
         """Ask each trainer for so many samples; returns the leases that were granted."""
-        trainer_incarnation = self.served.incarnation  # before the version, which must not be from before them
+        trainer_incarnation = self.served.incarnation  # read first, so that the version is theirs or a later one's
         version = self.served.version
         self._num_requests += 1
         common = {"incarnation": self.incarnation, "trainer_incarnation": trainer_incarnation}

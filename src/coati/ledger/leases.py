@@ -1,7 +1,7 @@
 """The lease: one rule for who may write what, when a batch may be formed, and what becomes of the work of the dead.
 
-A lease is the right and the duty to make one prompt group. A trainer has a `Ledger` of the leases that are made for it;
-makers ask for leases and get as many as the two limits allow:
+A lease is the right and the duty to make one group of samples. A trainer has a `Ledger` of the leases that are made for
+it; makers ask for leases and get as many as the two limits allow:
 
 * `lead`: at most (lead + 1) versions' worth of samples are granted and not trained. It decides how fresh data is.
 * `max_staleness`, η: a lease granted to a maker that serves version v has the deadline v + η, the last version at which

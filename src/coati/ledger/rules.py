@@ -15,7 +15,7 @@ Event = dict[str, Any]  # a change of a ledger, as its journal holds it
 
 
 class Lease(NamedTuple):
-    """The right to make one prompt group, as a maker gets it."""
+    """The right to make one group (`LedgerRules.group_size` samples of a prompt), as a maker gets it."""
 
     number: int  # of the run; it decides the prompt and the ids of the samples, for any maker
     epoch: int

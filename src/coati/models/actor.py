@@ -162,7 +162,10 @@ def scoring_problem(model: nn.Module) -> str | None:
 def score_actions(
     model: nn.Module, sequences: Tensor, attention_mask: Tensor | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
-    """The same by a transformers model without `scoring_problem`; tokens without one before them get 0 too."""
+    """Log-probs, and entropy if asked for, by a model without `scoring_problem`.
+
+    Tokens without one before them get 0 too.
+    """
     with same_in_any_company(model, sequences):
         packed = PackedRows.of(sequences, attention_mask)
         if len(packed) == 0:
@@ -198,8 +201,10 @@ def score_padded(
     *,
     inner: nn.Module | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same from the logits of any policy; padding gets 0 too. `inner` is the model whose arguments count, below
-    wrappers."""
+    """What `score_actions` returns, from the logits of any policy; padding gets 0 too.
+
+    `inner` is the model whose arguments count, below wrappers.
+    """
     kwargs: dict[str, Any] = {}
     if accepts(inner or model, "logits_to_keep"):  # those of response positions will do
         kwargs["logits_to_keep"] = scoring.num_actions + 1

@@ -156,8 +156,10 @@ class PackedRows:
         return take(values, tokens) if self.shared is None else take_often(values, self.shared.slots[tokens])
 
     def actions(self, num_actions: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens of the last columns that have one before them in their row: where they are among the N, their row,
-        and their column counted from the first of the last columns, [n] each."""
+        """The tokens of the last `num_actions` columns that have one before them: index among the N, row and column.
+
+        [n] each; columns are counted from the first of those.
+        """
         columns = self.spots % self.shape[1] - (self.shape[1] - num_actions)
         at = ((columns >= 0) & (self.positions > 0)).nonzero().squeeze(1)
         return at, self.spots[at] // self.shape[1], columns[at]

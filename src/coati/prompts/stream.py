@@ -90,9 +90,9 @@ class PromptStream:
         return Counter(reason for row in range(len(self._table)) if (reason := self._prompt(row).lost))
 
     def batch(self, numbers: Sequence[int], *, group_size: int = 1) -> tuple[list[Sample], dict[int, str]]:
-        """Return the samples of the groups with these numbers, and why some of them cannot be made, by number.
+        """Return the samples of the leases with these numbers, and why some of them cannot be made, by number.
 
-        A group is `group_size` samples of one prompt: all of them, or one.
+        A lease is for `group_size` samples of one prompt: all of them, or one.
         """
         samples: list[Sample] = []
         skipped = {}

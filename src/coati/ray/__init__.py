@@ -1,4 +1,7 @@
-"""The actors of the contract, and the launcher: the only package that imports Ray."""
+"""The actors of the contract, and the launcher: the only package that imports Ray.
+
+The contract is what programs may rely on: the import paths, classes and signatures that coati was asked to have.
+"""
 
 import gc
 import sys

@@ -11,7 +11,7 @@ class MakerHolder(Maker):
     host_class = ActorHost
 
     def report(self, record_cursor: int = 0, span_cursor: int = 0) -> Report:
-        """As a trainer does, but in a group of its own, which is noted on the method."""
+        """As the base class does, in a concurrency group of its own."""
         return super().report(record_cursor, span_cursor)
 
 

@@ -8,7 +8,8 @@ would wait for it. A maker works once it has its first weights. The trainers of 
 
 At every turn makers are created that are missing, because they died or because more are wanted (`coati scale`), and
 those that are too many leave. The leases of one that is gone, or only does not answer, are granted to others. If a
-trainer dies, all are started again, from the newest checkpoint. What an actor raises ends the run.
+trainer dies, all are started again, from the newest checkpoint. What an actor raises ends the run, unless it
+is a maker that has yet to begin its work.
 """
 
 import functools

@@ -48,13 +48,14 @@ class RolloutEngine(Protocol):
     def extend(self, sample_id: int, tokens: Sequence[int], max_new_tokens: int) -> None:
         """Continue a sample that was kept: these tokens follow its response, and then the next response is written.
 
-        Its draws go on where they were; what it has in the cache stays.
+        Its draws go on where they were; what it has in the cache stays. For programs: a run's samples have one turn.
         """
 
     def commit(self, version: int) -> None:
         """Note that the actor's weights are of this version now. Call it between two `advance`s, after any change.
 
-        Weights of another version must lie in the memory that held the old ones.
+        Weights of another version must lie in the memory that held the old ones. Keys and values in the cache stay as
+        the old weights made them.
         """
 
     def cancel(self, sample_ids: Collection[int]) -> None:

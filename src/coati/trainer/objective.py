@@ -1,7 +1,7 @@
 """The policy's objective: which ratio is clipped around what, how tokens add up, the KL term, the correction for age.
 
-The first step on a batch writes the log-probs of the weights that it starts from onto it: they are the *proximal*
-policy, also of later epochs.
+With the decoupled correction, the first step on a batch writes the log-probs of the weights that it starts from onto
+it: they are the *proximal* policy, also of later epochs.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Steps of training: their passes, which fit into memory, their numbers, over all ranks, and whether there may be more.
+"""What a training step is made of: passes that fit into memory, numbers summed over all ranks, checks that end a run.
 
 Each rank sees its part of a batch, and all of them report what one rank with all of it would. What they have to tell
 each other is a handful of scalars, which travel as one vector in one exchange.

@@ -296,7 +296,7 @@ class Recipients:
         return bool(faults) and all(fault is None for fault in faults.values())
 
     def note(self, calls: "UpdateCalls", version: int, *, is_full: bool) -> None:
-        """Keep what came of an update; WeightUpdateError if a maker that had all weights rejected it."""
+        """Note what came of an update; WeightUpdateError (the run ends) if a maker with all weights rejected it."""
         rejected = []
         for name in calls.peers:
             maker, error = self._makers[name], calls.failed.get(name)

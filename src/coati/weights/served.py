@@ -1,7 +1,7 @@
 """The models a maker serves from, and the short critical section in which they change.
 
-`use()` brackets work that must see one version of the weights. An update is committed at once, or when that work ends.
-Nothing is locked across calls.
+`use()` brackets work that must see one version of the weights. An update is committed at once, when that work ends,
+or where it calls `commit_point`. Nothing is locked across calls.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class ServedModels:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[int]:
-        """Work with the models; yields the version that serves throughout."""
+        """Work with the models; yields the version that serves, until `commit_point` is called."""
         with self._changed:
             self._commit_if_free()
             self._check_fault()
