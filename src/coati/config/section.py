@@ -33,19 +33,17 @@ _FOREIGN_NAMES = {
     "wandb": "logging.trackers.wandb",
 }
 # Options, and parts of addresses, that hold what must not be in a file.
-_SECRET_NAME = re.compile(
-    r"api_?key$|(^|_)(access|api|auth|bearer)_?token$|^authorization$|secret|password", re.IGNORECASE
-)
+SECRET_NAME = r"api_?key$|(^|_)(access|api|auth|bearer)_?token$|^authorization$|secret|password"
 _SECRET_IN_ADDRESS = re.compile(r"://[^/\s]*@|[?&]\w*(token|key|secret|password)=", re.IGNORECASE)
 _CLOSE = 0.75  # how much of two names must be alike for one to be a misspelling of the other
 
 
-def secrets_in(options: Mapping[Any, Any], path: str) -> Iterator[str]:
+def secrets_in(options: Mapping[Any, Any], path: str, names: str = SECRET_NAME) -> Iterator[str]:
     """Yield the keys of options, in tables of any depth, that hold a secret by their names, or an address with one."""
     for name, value in options.items():
         if isinstance(value, Mapping):
-            yield from secrets_in(value, f"{path}.{name}")
-        elif _SECRET_NAME.search(name) or _SECRET_IN_ADDRESS.search(str(value)):
+            yield from secrets_in(value, f"{path}.{name}", names)
+        elif re.search(names, name, re.IGNORECASE) or _SECRET_IN_ADDRESS.search(str(value)):
             yield f"{path}.{name}"
 
 

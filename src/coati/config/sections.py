@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import PlainValidator, Strict
 
 from coati.config.generate import GenerateOptions, SamplingSettings
-from coati.config.section import Section, secrets_in, setting
+from coati.config.section import SECRET_NAME, Section, secrets_in, setting
 from coati.errors import GenerateOptionError
 
 # Options of `generate` that a setting of another name decides.
@@ -310,6 +310,6 @@ class LoggingSettings(Section, section="logging"):
         return [*["tensorboard"] * self.writes_tensorboard, *self.trackers]
 
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        for key in secrets_in(self.trackers, "trackers"):
+        for key in secrets_in(self.trackers, "trackers", f"{SECRET_NAME}|(^|_)(key|token)$"):
             remedy = "Set the environment variable that the package reads, such as WANDB_API_KEY."
             yield key, "left out, because it holds a secret", "one", remedy

@@ -265,6 +265,8 @@ def test_tensorboard_reads_back_what_was_written_last_of_each_step(folder):
     ("table", "key"),
     [
         ({"api_key": "c0ffee"}, "logging.trackers.swanlab.api_key"),
+        ({"key": "c0ffee"}, "logging.trackers.swanlab.key"),
+        ({"hub_token": "c0ffee"}, "logging.trackers.swanlab.hub_token"),
         ({"settings": {"api_key": "c0ffee"}}, "logging.trackers.swanlab.settings.api_key"),
         ({"web_host": "https://me:c0ffee@host"}, "logging.trackers.swanlab.web_host"),
         ({"server_url": "http://host/?write_token=c0ffee"}, "logging.trackers.swanlab.server_url"),
