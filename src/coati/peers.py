@@ -98,15 +98,15 @@ class Peers(ABC):
         while (peer := self.find_now(name)) is not None:
             try:
                 return peer.call(method, *args).result(max(0.0, until - time.monotonic()))
-            except PeerUnavailable:
-                if should_stop():
-                    break
-                time.sleep(_POLL_SECONDS)
             except PeerDied:
                 self.forget(name)  # its successor may take its name
                 break
-            except TimeoutError:
-                raise DeadlineExceeded(f"waited {seconds:g} s for {name} to answer {what}.") from None
+            except (PeerUnavailable, TimeoutError):
+                if time.monotonic() >= until:
+                    raise DeadlineExceeded(f"waited {seconds:g} s for {name} to answer {what}.") from None
+                if should_stop():
+                    break
+                time.sleep(_POLL_SECONDS)
             except RemoteError as error:
                 error.cause.add_note(f"raised in {name}, which was asked for {what}")
                 raise error.cause from None

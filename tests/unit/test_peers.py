@@ -1,7 +1,7 @@
 """The peer protocol, over threads; `tests/ray/test_peers.py` checks the same of Ray actors."""
 
 import threading
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 import pytest
 from thread_peers import PATIENCE, ThreadPeers
@@ -92,6 +92,28 @@ def test_a_peer_that_appears_in_time_is_found_and_one_that_does_not_is_named(pee
     assert peers.find("late", role="echo", timeout=PATIENCE).name == "late"
     with pytest.raises(ActorNotFound, match=r"'never'.*a, b, late"):
         peers.find("never", role="echo", timeout=0.02)
+
+
+def test_a_question_is_repeated_when_its_answer_is_lost_until_its_deadline(peers, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("coati.peers.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("coati.peers.time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    lost = {"what": "an echo", "seconds": PATIENCE, "should_stop": lambda: False}
+    peers.drop_reply("a", "hear")
+    assert peers.ask("a", "hear", 1, **lost) == 1
+    assert peers["a"].target.heard == [1, 1]
+    peers["a"].call = peers["b"].call = lambda *_: failed(PeerUnavailable("no way through"), now)
+    with pytest.raises(DeadlineExceeded, match="an echo"):
+        peers.ask("a", "hear", 2, **lost)
+    assert peers.ask("b", "hear", 2, **{**lost, "should_stop": lambda: True}) is None
+
+
+def failed(error, now):
+    """A call that has failed at once, and gives up long after any deadline, for a test that would never end."""
+    assert now[0] < 100.0 + 10 * PATIENCE, "asked long after the deadline"
+    call = Future()
+    call.set_exception(error)
+    return call
 
 
 def test_a_deadline_counts_from_the_last_progress(monkeypatch):
