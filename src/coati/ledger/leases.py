@@ -102,6 +102,8 @@ class Ledger:
             number = self._next_for(maker, now)
             if not self._may_grant(number, version):
                 break
+            for late in [one for one, owner in self._taken_back.items() if (one.number, owner) == (number, maker)]:
+                self._end_late(late, now, is_made=False)  # it is made once, for this grant
             self._apply_grant(number, maker, version)
             pace.hold(size, now)
             numbers.append(number)

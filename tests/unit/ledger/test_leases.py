@@ -142,6 +142,18 @@ def test_what_was_taken_back_goes_to_anyone_when_the_quick_maker_is_gone() -> No
     assert [lease.number for lease in ledger.lease(LeaseRequest("slow", 2, 0, 3), now=8.0)] == slow[:3]
 
 
+def test_a_maker_that_gets_back_what_was_taken_from_it_holds_it_once() -> None:
+    ledger, slow = ledger_of_a_quick_and_a_slow_maker()
+    ledger.take_back(now=8.0)
+    ledger.release("quick", "died")
+    again = ledger.lease(LeaseRequest("slow", 2, 0, 3), now=8.0)  # it makes these instead
+    assert len(ledger.deliver([*again, Lease(slow[3], 0)], now=9.0)) == 4
+    for version in (1, 2):
+        assert None not in [ledger.pick() for _ in range(6)]
+        ledger.mark_trained(version)
+    assert len(ledger.lease(LeaseRequest("slow", 3, 2, 12), now=9.0)) == 12, "it holds nothing, and is alone"
+
+
 def test_long_groups_of_equal_makers_are_left_alone() -> None:
     world = World(seed=0, speeds=[1, 1, 1], slots=[16] * 3, versions=10, groups_per_version=48, max_staleness=4)
     assert world.run()
