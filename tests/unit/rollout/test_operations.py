@@ -5,7 +5,14 @@ import importlib.util
 import pytest
 import torch
 
-from coati.rollout.native.operations import Geometry, TorchOperations, kernel_problem, operations_for
+from coati.rollout.native.operations import (
+    _KERNEL_TOLERANCE,
+    Geometry,
+    TorchOperations,
+    _trial_errors,
+    kernel_problem,
+    operations_for,
+)
 
 
 def geometry(head_dim):
@@ -24,3 +31,40 @@ def test_heads_that_cannot_be_cut_are_named():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
 def test_a_machine_without_triton_is_told_so():
     assert "No module named 'triton'" in kernel_problem(torch.device("cpu"), torch.float32, geometry(16))
+
+
+class RoundedOnce(TorchOperations):
+    """Splits in float32 and rounds the norms' results twice and the rest once, as the kernels do."""
+
+    def splitting(self, positions, angles):
+        def split(projected, block):
+            dim, num_values = self._geometry.head_dim, self._geometry.num_kv_heads
+            heads = projected.view(len(projected), -1, dim)
+            queries, keys, values = (
+                heads[:, : -2 * num_values],
+                heads[:, -2 * num_values : -num_values],
+                heads[:, -num_values:],
+            )
+            cos, sin = (table[positions, None].float() for table in angles[block.rotation])
+            turned = []
+            for norm, part in zip(block.head_norms or (None, None), (queries, keys), strict=True):
+                if norm is not None:
+                    scale = (part.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+                    part = (part.float() * scale).to(part.dtype) * norm.weight
+                wide = part.float()
+                turned.append((wide * cos + wide.roll(dim // 2, -1) * sin).to(part.dtype))
+            return *turned, values
+
+        return split
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "group", "head_dim"),
+    [(2, 7, 64), (2, 6, 128), (4, 7, 128), (8, 5, 128), (8, 8, 128), (8, 12, 128)],
+)
+def test_rounding_alone_passes_the_trial_at_every_size(num_kv_heads, group, head_dim):
+    size = Geometry(
+        head_dim=head_dim, num_kv_heads=num_kv_heads, group=group, scale=head_dim**-0.5, rotary_dim=head_dim
+    )
+    errors = _trial_errors(RoundedOnce(size), TorchOperations(size), torch.device("cpu"), torch.bfloat16, size)
+    assert 0 < errors["splitting"] < _KERNEL_TOLERANCE[torch.bfloat16] / 2
