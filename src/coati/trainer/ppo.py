@@ -355,6 +355,8 @@ def set_learning_mode(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
             module.training = True
+            rates = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+            vars(module).update(dict.fromkeys(rates, 0.0))  # what a layer such as OPT's applies by itself
 
 
 def checkpoint_activations(model: nn.Module) -> None:

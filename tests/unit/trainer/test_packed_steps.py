@@ -5,6 +5,7 @@ import copy
 import shutil
 
 import pytest
+import tiny
 import torch
 from learner_settings import sections
 from torch import nn
@@ -16,7 +17,7 @@ from coati.errors import ConfigError
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic, LoRASettings
 from coati.trainer.optim import make_optimizer
-from coati.trainer.ppo import PPOLearner, check_compiler, checkpoint_activations, compile_blocks
+from coati.trainer.ppo import PPOLearner, check_compiler, checkpoint_activations, compile_blocks, set_learning_mode
 from coati.trainer.strategies import DDPStrategy
 
 VOCAB = 61
@@ -179,6 +180,15 @@ def test_activations_made_anew_give_the_same_step(template, lora):
     assert furthest(*learners) < 1e-12
     attention = next(m for n, m in learners[1].actor.named_modules() if n.endswith("layers.1.self_attn"))
     assert not attention.training  # nothing inside of the blocks believes to be in training
+
+
+def test_blocks_that_apply_dropout_themselves_do_not_where_activations_are_made_anew():
+    model = tiny.decoder("opt", dropout=0.5)
+    ids, mask = torch.arange(3, 11).unsqueeze(0), torch.ones(1, 8, dtype=torch.long)
+    expected = model(ids, mask).logits
+    checkpoint_activations(model)
+    set_learning_mode(model)
+    assert torch.equal(model(ids, mask).logits, expected)
 
 
 def test_models_that_cannot_make_activations_anew_or_have_no_blocks_are_refused():
