@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from native_on_cpu import as_on_a_gpu
+from peft import LoraConfig, get_peft_model
 from tiny import samples_of
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
@@ -203,6 +204,26 @@ def test_adapters_count(name):
             if "lora_B" in name:
                 parameter.normal_(std=0.2)  # much more, and float32 is further from float64 than what is compared
     assert_same(generate(NativeEngine(actor), make_request()), generate(ReferenceEngine(actor), make_request()))
+
+
+@pytest.mark.parametrize(("name", "norm"), [("gpt2", "ln_1"), ("phi", "input_layernorm"), ("gemma3", "q_norm")])
+def test_norms_that_are_trained_beside_adapters_count(name, norm):
+    model = make_model(name)
+    targets = ["c_attn" if name == "gpt2" else "q_proj"]
+    adapters = LoraConfig(r=2, target_modules=targets, modules_to_save=[norm], fan_in_fan_out=name == "gpt2")
+    model = get_peft_model(model, adapters).eval()
+    with torch.no_grad():
+        for parameter in (one for one in model.parameters() if one.requires_grad):
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    assert_same(generate(NativeEngine(model), make_request()), generate(ReferenceEngine(model), make_request()))
+
+
+def test_a_model_may_change_its_dtype_between_requests():
+    model = make_model("llama")
+    engine = NativeEngine(model)
+    generate(engine, make_request())
+    model.bfloat16()
+    assert_same(generate(engine, make_request()), generate(NativeEngine(model), make_request()))
 
 
 def test_loading_a_model_anew_is_noticed():

@@ -1,5 +1,6 @@
 """When a decode step runs as Triton kernels, and when it does not."""
 
+import dataclasses
 import importlib.util
 
 import pytest
@@ -68,3 +69,12 @@ def test_rounding_alone_passes_the_trial_at_every_size(num_kv_heads, group, head
     )
     errors = _trial_errors(RoundedOnce(size), TorchOperations(size), torch.device("cpu"), torch.bfloat16, size)
     assert 0 < errors["splitting"] < _KERNEL_TOLERANCE[torch.bfloat16] / 2
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 8])
+def test_in_a_trial_no_more_of_a_head_turns_than_in_the_model(rotary_dim):
+    """Kernels turn whole heads where positions are learned, by angles that change nothing."""
+    model = dataclasses.replace(geometry(16), rotary_dim=rotary_dim)
+    as_kernels_do = TorchOperations(dataclasses.replace(model, rotary_dim=rotary_dim or 16))
+    errors = _trial_errors(as_kernels_do, TorchOperations(model), torch.device("cpu"), torch.float32, model)
+    assert max(errors.values()) < 1e-5

@@ -56,7 +56,7 @@ class Decoder:
             rotary_dim=self._turn(1, body.rotations[0])[0].shape[-1],
         )
         self.operations = operations_for(self.weight, self._geometry)
-        self._angles: Angles = {}  # see `_rotation`
+        self._angles: Angles = {}  # see `_rotation`; of the weights' device and dtype when the cache was made
 
     @property
     def weight(self) -> Tensor:
@@ -87,7 +87,7 @@ class Decoder:
         """A cache without pages, where the model is now."""
         if self.weight.is_cuda:
             drop_flash_on_old_gpus(self.weight.device)
-        self.operations = operations_for(self.weight, self._geometry)
+        self.operations, self._angles = operations_for(self.weight, self._geometry), {}
         return PagedCache(len(self._body.blocks), self._geometry.num_kv_heads, self._geometry.head_dim, self.weight)
 
     @sdpa_kernel(_PREFILL_KERNELS)
@@ -179,7 +179,7 @@ class Decoder:
     def _rotation(self, num_positions: int) -> Angles:
         """cos and signed sin of every position, [L, D] each, by the kind of layer; what does not turn has cos 1."""
         known = next(iter(self._angles.values()), None)
-        if known is None or len(known[0]) < num_positions or known[0].device != self.weight.device:
+        if known is None or len(known[0]) < num_positions:
             self._angles = {}
             for kind in self._body.rotations:
                 cos, sin = self._turn(num_positions, kind)

@@ -168,7 +168,7 @@ class TritonOperations(TorchOperations):
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
         """As above; LayerNorm stays with torch."""
-        if isinstance(norm, nn.LayerNorm):
+        if hasattr(norm, "bias"):  # a LayerNorm, or adapters around one
             return super().add_norm(hidden, delta, norm)
         return self._kernels.add_norm(hidden, delta, norm.weight, *_rms(norm))
 
@@ -278,6 +278,7 @@ def _trial_errors(
     projected = random(3, (geometry.group + 2) * kv_heads * dim)
     # Texts of 3 pages each, long enough for the last to be read in parts.
     cache, angles = random(2, 10, kv_heads, 512, dim), (random(1536, dim).sin(), random(1536, dim).sin())
+    angles[0][:, geometry.rotary_dim :], angles[1][:, geometry.rotary_dim :] = 1.0, 0.0  # what does not turn
     pages = torch.tensor([[3, 4, 5], [1, 2, 9], [6, 8, 7]], device=device)
     positions = torch.tensor([0, 7, 1234], device=device)
     logits, uniforms = random(3, 5000), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device=device)
@@ -308,7 +309,7 @@ def visible(positions: Tensor, num_positions: int, window: int | None) -> Tensor
 def normed(norm: Any, hidden: Tensor) -> Tensor:
     """The model's norm, without its detours."""
     shape = hidden.shape[-1:]
-    if isinstance(norm, nn.LayerNorm):
+    if hasattr(norm, "bias"):  # a LayerNorm, or adapters around one
         return F.layer_norm(hidden, shape, norm.weight, norm.bias, norm.eps)
     eps, is_shifted = _rms(norm)
     if is_shifted:
