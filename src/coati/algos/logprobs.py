@@ -125,9 +125,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if entropy is not None:
                 entropy[at] = of_chunk
             all_sums.append(sums)
-        ctx.save_for_backward(
-            inputs, weight, bias, tokens, scale, entropy, torch.cat(all_sums) if is_compiled else None
-        )
+        saved_sums = torch.cat(all_sums) if is_compiled and all_sums else None
+        ctx.save_for_backward(inputs, weight, bias, tokens, scale, entropy, saved_sums)
         return logprobs, entropy
 
     @staticmethod

@@ -231,6 +231,15 @@ def test_compiled_it_gives_the_same_for_any_number_of_tokens(monkeypatch, dtype,
     assert counter.frame_count == 2  # what is read off, and its gradient
 
 
+def test_compiled_it_may_have_nothing_to_do(monkeypatch):
+    monkeypatch.setattr("coati.algos.logprobs._compiles", lambda _: True)
+    hidden, weight, _, targets = random_case(0, tokens=0)
+    logprobs, entropy = head_logprobs_and_entropy(hidden, weight, targets)
+    grads = torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight))
+    assert (logprobs.shape, entropy.shape) == ((0,), (0,))
+    assert not any(grad.any() for grad in grads)
+
+
 def _compiled_by(function, compile_function):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", compile_function)
