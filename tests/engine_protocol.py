@@ -167,6 +167,8 @@ def test_what_is_cancelled_does_not_come_and_can_be_submitted_again(make_engine,
     again = finish(engine, 2)
     expected = generate(make_engine(model), request_of([1, 4], eos_token_id=[], limit=6))
     assert [again[one].response.tolist() for one in (1, 4)] == expected.sequences[:, -6:].tolist()
+    engine.submit([*again.values()])  # and so can what has ended
+    assert texts(finish(engine, 2)) == texts(again)
 
 
 def test_a_dialogue_goes_on_with_its_cache_and_its_draws_beside_others(make_engine, policy):

@@ -27,7 +27,7 @@ def admitted(samples: Sequence[Sample]) -> list[Sample]:
     ids = [sample.id for sample in samples]
     if len({*ids}) < len(ids):
         raise DataError(f"sample_ids of a request must be different, got {sorted(ids)[:16]}.")
-    return [dataclasses.replace(sample) for sample in samples]
+    return [dataclasses.replace(sample, is_over=False) for sample in samples]
 
 
 class RolloutEngine(Protocol):
