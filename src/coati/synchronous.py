@@ -83,7 +83,7 @@ class SynchronousRun(PlainPPOTrainer):
             raise
         finally:
             self._buffer.close()  # this process may resume the run
-        self._log.flush()
+        self._log.close()
         self._on_progress(self._log.snapshot())
         self.strategy_save_actor(model_path)
 

@@ -35,6 +35,9 @@ def test_a_run_whose_maker_dies_in_an_evaluation_finds_what_coati_eval_finds(eva
     told = finished.stdout + finished.stderr
     assert finished.returncode == 0, told
     assert schedule.has_happened(0)
+    again = coati_here("train", "--resume", out)
+    assert again.returncode == 2
+    assert "is complete" in again.stderr, "the final evaluation was written before the model"
     rows = read_jsonl(out / "evaluations.jsonl")
     assert [row["version"] for row in rows] == [0, 2, 3]
     assert str(out / "best") in finished.stdout

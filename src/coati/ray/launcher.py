@@ -88,7 +88,7 @@ class DetachedRun:
         while (late := supervisor.working_makers) and time.monotonic() < deadline:
             supervisor.turn(_POLL_SECONDS)
         supervisor.fetch(_LAST_POLL_SECONDS)
-        self.log.flush()
+        self.log.close()
         self._show("")
         if late:  # training is complete, and what they would still make is not needed
             logger.warning("%s did not stop within %g s and will be killed", listed(late), patience)
