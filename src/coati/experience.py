@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 # Id or version of a sample whose maker did not set it.
 UNKNOWN_ID = -1
-
-
 _NOTHING = torch.empty(0)
 _OPTIONS = GenerateOptions()
 

@@ -120,7 +120,10 @@ class RunLog:
         failed = cut_jsonl(self._folder / "quarantine.jsonl", lambda row: row["version"] < version)
         self._quarantined = {row["sample_id"] for row in failed}
         done = cut_jsonl(self._folder / "evaluations.jsonl", lambda row: row["version"] <= version)
-        self._evaluated = {(row["name"], row["version"]) for row in done}
+        self._evaluated, self._news = {(row["name"], row["version"]) for row in done}, {}
+        for found in done:  # their numbers may be in no row yet, or in one that was cut off
+            if all(row.get(f"eval/{found['name']}/version", -1) < found["version"] for row in rows):
+                self._note_news(found)
         self._rows = deque(row for row in self._rows if row["step"] <= step)
         self._made = {made_by: made for made_by, made in self._made.items() if made_by < version}
         self._last_row = int([{"step": 0}, *rows, *self._rows][-1]["step"])
@@ -194,8 +197,8 @@ class RunLog:
         """Write all that is left; what evaluations found of the final model has a row of its own."""
         self.flush()
         if self._news:
-            now = self.state
-            self._write_row({"step": now.step, "version": max(now.version, *self._news), "time": time.time()})
+            version = max(self.state.version, *self._news)
+            self._write_row({"step": self.state.step, "version": version, "time": time.time()})
 
     def snapshot(self) -> RunSnapshot:
         """Return where the run stands."""
@@ -253,8 +256,11 @@ class RunLog:
         self.state.evaluation = f"{found['name']} {said} (version {found['version']})"
         self.stop_reason = found.get("stop", self.stop_reason)
         self._append("evaluations", [{"step": self.state.step, "time": time.time(), **found}])
-        numbers = _numbers({f"eval/{found['name']}/{name}": value for name, value in found.items()})
-        self._news.setdefault(found["version"], {}).update(numbers)
+        self._note_news(found)
+
+    def _note_news(self, found: Mapping[str, Any]) -> None:
+        numbers = {f"eval/{found['name']}/{name}": found[name] for name in found.keys() - {"step", "time"}}
+        self._news.setdefault(found["version"], {}).update(_numbers(numbers))
 
     def _quarantine(self, sample: Mapping[str, Any]) -> None:
         """Write a sample down, once: a group that is granted again has the same samples."""

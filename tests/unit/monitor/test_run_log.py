@@ -346,3 +346,20 @@ def test_an_evaluation_stands_in_a_row_of_its_version_or_later_and_that_of_the_f
     assert columns(tmp_path, "step", "version", "eval/held-out/avg@1") == [(1, 0, 0.0), (2, 1, 1.0), (3, 2, None)]
     log.close()
     assert columns(tmp_path, "step", "version", "eval/held-out/avg@1")[3:] == [(3, 3, 3.0)]
+
+
+@pytest.mark.parametrize("is_restart", [True, False])
+def test_an_evaluation_whose_row_is_cut_off_stands_in_the_next_and_a_later_one_is_made_again(
+    make_log, tmp_path, is_restart
+):
+    log = make_log()
+    log.take("trainer-0", [evaluated(0), trained(1, 0), trained(2, 1), trained(3, 2), trained(4, 3)])
+    log.flush()
+    log.take("trainer-0", [evaluated(1), evaluated(9), trained(5, 4)])  # in the row of step 5, and in none
+    log.flush()
+    log = log if is_restart else make_log()
+    log.continue_from(2, 2, is_restart=is_restart)
+    log.take("trainer-0", [trained(3, 2), trained(4, 3)])
+    log.close()
+    named = columns(tmp_path, "step", "eval/held-out/version", "eval/held-out/avg@1", "eval/held-out/step")
+    assert named == [(1, 0, 0.0, None), (2, None, None, None), (3, 1, 1.0, None), (4, None, None, None)]
