@@ -246,7 +246,8 @@ def make_whole_batch(maker: ExperienceMaker, samples: list[Sample], generate_kwa
     declared = _declared_keywords(type(maker))
     known = {name: value for name, value in known.items() if name in declared}
     pad_token = GenerateOptions.parse(**generate_kwargs).pad_token(unwrap(maker.actor))
-    input_ids, attention_mask = pad_prompts(samples, pad_token=pad_token)
+    device = next(maker.actor.parameters(), torch.empty(0)).device
+    input_ids, attention_mask = (matrix.to(device) for matrix in pad_prompts(samples, pad_token=pad_token))
     try:
         experience = maker.make_experience(input_ids, attention_mask, **known, **generate_kwargs)
     except AllSamplesDropped as error:

@@ -66,6 +66,17 @@ def test_samples_are_numbered_on_from_the_first_id_and_options_reach_the_maker()
     assert first["top_k"] == 5
 
 
+def test_a_maker_of_whole_batches_gets_prompts_where_its_actor_is():
+    pipeline, devices = pipeline_of(), []
+    pipeline.maker.actor.to("meta")  # a device that every machine has
+    make_experience = pipeline.maker.make_experience
+    pipeline.maker.make_experience = lambda *tokens, **options: (
+        devices.extend(one.device.type for one in tokens) or make_experience(*tokens, **options)
+    )
+    make(pipeline, batch_of(2))
+    assert devices == ["meta", "meta"]
+
+
 def test_ids_of_the_batch_are_kept():
     pipeline = pipeline_of()
     make(pipeline, batch_of(2, sample_ids=torch.tensor([40, 7])))
