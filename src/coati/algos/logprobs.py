@@ -327,10 +327,11 @@ def _gradient(
     return gradient.mul_(factor).to(logits.dtype), own
 
 
-def _gradient_in_place(logits: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    """`_gradient` in the memory of the logits."""
-    gradient, of_tokens = _gradient(logits, *given)
-    return logits.copy_(gradient), of_tokens
+def _gradient_in_place(logits: Tensor, tokens: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    """`_gradient` in the memory of the logits, given their sums."""
+    # From the tokens' own logits: torch.compile would keep a wide gradient that is used twice.
+    _, of_tokens = _gradient(logits.gather(-1, tokens.unsqueeze(-1)), torch.zeros_like(tokens), *given)
+    return logits.copy_(_gradient(logits, tokens, *given)[0]), of_tokens
 
 
 def wide_format(dtype: torch.dtype) -> torch.dtype:
