@@ -2,7 +2,7 @@
 
 import pytest
 from engine_protocol import *  # noqa: F403
-from engine_protocol import PLACES
+from engine_protocol import PLACES, finish, request_of, texts
 from native_on_cpu import as_on_a_gpu
 from tiny import decoder, llama
 
@@ -38,3 +38,15 @@ def make_engine(kind, monkeypatch):
 
 def test_log_probs_are_those_before_a_cut(make_engine, policy):
     test_log_probs_are_those_of_the_learner(make_engine, policy, {"top_k": 4})  # noqa: F405
+
+
+def test_a_turn_that_follows_without_a_word_goes_on_as_one_response_would(make_engine, policy):
+    engine = make_engine(policy(0))
+    engine.submit(request_of([0, 3], eos_token_id=[]))
+    whole = texts(finish(engine, 2))
+    engine.submit(request_of([0, 3], eos_token_id=[], is_kept=True, limit=4))
+    begun = texts(finish(engine, 2))
+    for one in begun:
+        engine.extend(one, [], 5)
+    rest = texts(finish(engine, 2))
+    assert {one: begun[one] + rest[one] for one in begun} == whole

@@ -742,6 +742,25 @@ def test_those_that_are_behind_can_be_sent_the_version_that_the_others_have(run)
     assert (run.old.versions, run.new.versions) == ([1, 2], [1, 2])
 
 
+def test_a_maker_that_comes_back_when_adapters_are_already_under_way_still_needs_all_weights(run, monkeypatch):
+    run.peers.kill("new")
+    run.send()
+    successor = Rejecting()
+
+    def decided(is_so):
+        run.peers.add("new", successor)  # nobody needed all weights when the sender looked
+        return is_so
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.sender._strategy, "any_rank", decided)
+        run.send()
+    assert successor.full == [False]
+    assert run.recipients.need_all
+    run.send()
+    assert successor.full == [False, True]
+    assert not run.recipients.need_all
+
+
 def test_a_successor_of_the_same_name_is_a_new_maker_though_no_update_came_between(run):
     run.peers.kill("new")
     run.sender.change_makers(["old"])
