@@ -100,9 +100,8 @@ def tiled_activation(activation: Callable[[Tensor], Tensor], inputs: Tensor) -> 
     """A function of each element, whose last elements torch would compute by other code than the rest."""
     count = inputs.numel()
     piece = _PIECE if torch.get_num_threads() > 1 else max(count, 1)
-    # What is not contiguous is computed row by row, each with a rest of its own.
-    unbroken = count if inputs.is_contiguous() else inputs.shape[-1]
-    if count <= piece and unbroken % _VECTOR == 0:
+    # What is not contiguous is computed row by row, each with a rest of its own, and GELU by other code altogether.
+    if count <= piece and count % _VECTOR == 0 and inputs.is_contiguous():
         return activation(inputs)
     parts = list(torch.split(inputs.reshape(-1), piece))
     parts[-1] = F.pad(parts[-1], (0, -count % _VECTOR))

@@ -142,6 +142,8 @@ def test_reinforce_plus_plus_with_a_group_baseline_by_hand():
     rewards = torch.tensor([[1.0, 2.0], [9.0, NAN], [NAN, NAN], [5.0, NAN]], dtype=torch.float64)
     mask = torch.tensor([[True, True], [True, False], [False, False], [True, False]])
     group_ids = torch.tensor([4, 6, 4, 4])
+    returns = reinforce_returns(rewards, mask, gamma=1.0, group_ids=group_ids)
+    assert returns.tolist() == [[-1.0, -2.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]]  # padding gives up nothing
     result = reinforce_plus_plus_advantages(rewards, mask, gamma=1.0, group_ids=group_ids, eps=0.0)
     expected = torch.tensor([[-0.5, -1.5], [0.5, 0], [0, 0], [1.5, 0]], dtype=torch.float64) / math.sqrt(1.25)
     torch.testing.assert_close(result, expected)

@@ -172,6 +172,13 @@ def test_equal_makers_share_the_lead_however_much_they_ask_for() -> None:
     assert ledger.lease(LeaseRequest("one", 3, 1, 8), now=1.0) == []
 
 
+def test_a_maker_that_has_no_time_yet_is_left_its_share() -> None:
+    ledger = Ledger(LedgerRules(samples_per_version=4, total_samples=40, lead=1, max_staleness=4))
+    assert ledger.lease(LeaseRequest("busy", 1, 0, 0), now=0.0) == []
+    assert len(ledger.lease(LeaseRequest("first", 1, 0, 8), now=0.0)) == 4
+    assert len(ledger.lease(LeaseRequest("busy", 2, 0, 8), now=1.0)) == 4
+
+
 @pytest.mark.parametrize("makers", [2, 4])
 def test_equal_makers_that_work_in_batches_of_the_whole_lead_make_little_twice(makers: int) -> None:
     world = World(
