@@ -2,6 +2,7 @@
 
 import functools
 import math
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coati.algos.logprobs import _compiled, _compiles, head_logprobs_and_entropy
+from coati.algos.logprobs import _compiled, _compiles, _gradient_in_place, head_logprobs_and_entropy
 
 
 def log_softmax(logits, temperature):
@@ -244,3 +245,17 @@ def _compiled_by(function, compile_function):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", compile_function)
         return _compiled.__wrapped__(function)
+
+
+@pytest.mark.long  # torch compiles C++
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("has_entropy", [True, False])
+def test_the_compiled_gradient_holds_no_second_copy_of_the_logits(has_entropy):
+    from torch._inductor.utils import run_and_get_code  # slow to import
+
+    torch._dynamo.reset()
+    logits, tokens, ones = torch.randn(8, 512, dtype=torch.bfloat16), torch.arange(8), torch.ones(8)
+    given = (None, torch.ones(8, 2), ones, ones if has_entropy else None, ones)
+    _, [code] = run_and_get_code(_compiled.__wrapped__(_gradient_in_place), logits, tokens, *given)
+    assert "_strided_cpu((s" in code  # what stands at the tokens
+    assert "512), (512, 1)" not in "".join(line for line in code.splitlines() if "= empty_strided" in line)
