@@ -282,6 +282,7 @@ def test_layers_of_which_only_some_have_a_bias_are_not_joined(biases):
     ("model", "options", "reason"),
     [
         (lambda: tiny.gpt2(add_cross_attention=True), {}, "add_cross_attention"),
+        (lambda: make_model("llama"), {"use_cache": False}, "use_cache"),
         (lambda: AutoModelForCausalLM.from_config(Olmo2Config(**SHAPE)), {}, "Olmo2"),
     ],
 )
@@ -295,6 +296,8 @@ def test_what_it_cannot_do_goes_to_the_reference_and_the_log_says_so(model, opti
 
 
 def test_what_it_cannot_do_is_refused_where_it_is_asked_for():
+    with pytest.raises(GenerateOptionError, match="use_cache"):
+        generate(NativeEngine(make_model("llama")), make_request(use_cache=False))
     with pytest.raises(ConfigError, match="word_embed_proj_dim"):
         NativeEngine(tiny.decoder("opt", word_embed_proj_dim=8))
     for name in ("gpt2", "opt"):  # OPT has learned two more, which it does not count by

@@ -81,6 +81,8 @@ def test_what_vllm_cannot_do_is_refused(make_engine, policy):
         VllmEngine(policy(0), tensor_parallel_size=2)
     with pytest.raises(GenerateOptionError, match="top_k"):
         engine.submit(request_of([0], top_k=3))
+    with pytest.raises(GenerateOptionError, match="use_cache"):
+        engine.submit(request_of([0], use_cache=True))
 
 
 def test_adapters_are_merged_into_the_weights_at_each_update(make_engine, policy):

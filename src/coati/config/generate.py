@@ -11,6 +11,8 @@ from coati.errors import ConfigError, GenerateOptionError
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
+# Only the reference engine knows them. None of them changes what a token is drawn from.
+_OF_THE_REFERENCE = ["max_time", "stopping_criteria", "use_cache"]
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -50,6 +52,8 @@ class GenerateOptions(SamplingSettings):
     """A response ends with the token that completes one of these; that token is part of it."""
     tokenizer: Any = None
     """Tells what text tokens stand for, for `stop_strings`. A run uses its own."""
+    extra: dict[str, Any] = setting({})
+    """Options that only the reference engine knows."""
 
     @classmethod
     def parse(cls, **options: Any) -> "GenerateOptions":
@@ -68,8 +72,9 @@ class GenerateOptions(SamplingSettings):
                 chosen[name] = value
         if isinstance(chosen.get("stop_strings"), str):
             chosen["stop_strings"] = [chosen["stop_strings"]]
+        extra = {name: chosen.pop(name) for name in _OF_THE_REFERENCE if name in chosen}
         try:
-            return cls(**chosen)
+            return cls(**chosen, extra=extra)
         except ConfigError as error:
             raise GenerateOptionError(
                 "\n".join(f"generate option {line}" for line in str(error).splitlines())
@@ -118,7 +123,7 @@ class GenerateOptions(SamplingSettings):
         return next(iter(self.eos_token_ids(model)), 0)
 
 
-KNOWN_OPTIONS = tuple(sorted(GenerateOptions.model_fields))
+KNOWN_OPTIONS = tuple(sorted({*GenerateOptions.model_fields, *_OF_THE_REFERENCE} - {"extra"}))
 """Every option that is understood."""
 
 
@@ -128,6 +133,13 @@ def _saved_values(model: Any, name: str) -> tuple[Any, Any]:
         getattr(getattr(model, "generation_config", None), name, None),
         getattr(getattr(model, "config", None), name, None),
     )
+
+
+def options_problem(engine: str, options: GenerateOptions) -> str | None:
+    """Why an engine of this name does not generate with these options; None if it does."""
+    if options.extra and engine != "reference":
+        return f"only the reference engine knows the generate option {', '.join(sorted(options.extra))}"
+    return None
 
 
 # What the native engine's decoder computes.
@@ -157,14 +169,16 @@ _NATIVE_SETTINGS = {
 }
 
 
-def native_engine_problem(model_config: Mapping[str, Any]) -> str | None:
-    """Why the native engine hands this model to the reference engine; None if it does not.
+def native_engine_problem(model_config: Mapping[str, Any], options: GenerateOptions) -> str | None:
+    """Why the native engine hands this model or these options to the reference engine; None if it does not.
 
     `model_config` is what `config.json` of the model holds, so that a plan can ask before anything is loaded.
 
-    >>> native_engine_problem({"architectures": ["GPT2LMHeadModel"], "add_cross_attention": True})
+    >>> native_engine_problem({"architectures": ["GPT2LMHeadModel"], "add_cross_attention": True}, GenerateOptions())
     'add_cross_attention is True, and the native engine knows False only'
     """
+    if (problem := options_problem("native", options)) is not None:
+        return problem
     architecture = next(iter(model_config.get("architectures") or ()), "a model without an architecture")
     if architecture not in _NATIVE_ARCHITECTURES:
         return f"{architecture} is not one of {', '.join(_NATIVE_ARCHITECTURES)}"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from coati.config.generate import native_engine_problem
+from coati.config.generate import GenerateOptions, native_engine_problem
 from coati.config.reward import RewardSettings
 from coati.config.run_settings import EvalSettings, RunSettings
 from coati.config.sections import PromptSettings
@@ -63,7 +63,7 @@ def _engine(config: RunSettings) -> str:
     """Name the engine that will run, as far as the files of the model tell."""
     model = read_json(Path(config.model.path) / "config.json")
     if config.rollout.engine == "native" and model:
-        problem = native_engine_problem(model)
+        problem = native_engine_problem(model, GenerateOptions.parse(**config.rollout.generate_options))
         if problem is not None:
             return f"reference engine, because {problem}"
     return f"{config.rollout.engine} engine"

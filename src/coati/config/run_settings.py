@@ -16,6 +16,7 @@ import tomli_w
 from pydantic import Field, Strict, ValidationError
 
 from coati.config.algorithm import AlgorithmSettings
+from coati.config.generate import GenerateOptions, options_problem
 from coati.config.reward import RewardSettings
 from coati.config.section import Section, describe, setting
 from coati.config.sections import (
@@ -197,10 +198,16 @@ class RunSettings(Section):
         names, best = [one.name for one in self.eval], [one.name for one in self.eval if one.best_by]
         if len(set(names)) < len(names):
             yield "eval", "sets with different names", names, "Give each its own name."
+        remedy = "Makers have one engine: leave it out."
         for index, one in enumerate(self.eval):
             if one.rollout.engine != self.rollout.engine:
-                remedy = "Makers have one engine: leave it out."
                 yield f"eval[{index}].rollout.engine", "that of [rollout]", one.rollout.engine, remedy
+            options, of_run = (GenerateOptions.parse(**some.generate_options) for some in (one.rollout, self.rollout))
+            # Options of the run that the native engine does not know make it the reference engine.
+            engine = "reference" if self.rollout.engine == "native" and of_run.extra else self.rollout.engine
+            if (problem := options_problem(engine, options)) is not None:
+                remedy = 'Leave it out, or set rollout.engine to "reference", which is slower.'
+                yield f"eval[{index}].rollout", f"options that the engine takes ({problem})", one.name, remedy
         if len(best) > 1:
             yield "eval", "sets of which at most one has best_by", best, "There is one best/ folder: choose one."
 

@@ -29,14 +29,16 @@ logger = logging.getLogger(__name__)
 def make_engine(rollout: RolloutSettings | str, model: Any) -> RolloutEngine:
     """The engine of that name, or that the settings name, for a model.
 
-    Where the native engine does not know the model, it is the reference engine, and the log says so.
+    Where the native engine does not know the model, or an option of the settings, it is the reference engine, and the
+    log says so.
     """
     settings = RolloutSettings() if isinstance(rollout, str) else rollout
     name = rollout if isinstance(rollout, str) else rollout.engine
     engines: dict[str, Any] = {"native": NativeEngine, "reference": ReferenceEngine, "vllm": VllmEngine}
     if name not in engines:
         raise ConfigError(f"engine must be one of {', '.join(engines)}, got {name!r}.")
-    if name == "native" and (reason := native_engine_problem(config_of(model))) is not None:
+    options = GenerateOptions.parse(**settings.generate_options)
+    if name == "native" and (reason := native_engine_problem(config_of(model), options)) is not None:
         logger.warning("generating with the reference engine, which is slower: %s", reason)
         name = "reference"
     engine: RolloutEngine = engines[name](model, **(settings.vllm if name == "vllm" else {}))

@@ -3,6 +3,7 @@
 Prompts that are submitted together are computed together until the longest response has ended, the others as padding.
 """
 
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -92,7 +93,9 @@ class _Batch:
         self._sampler = Sampler(options)
         self._end_tokens = torch.tensor(options.eos_token_ids(model), dtype=torch.long, device=device)
         self._pad_token = options.pad_token(model)
-        self._has_cache = accepts(model, "past_key_values")
+        self._criteria: list[Any] = list(options.extra.get("stopping_criteria", ()))
+        self._deadline = time.monotonic() + options.extra.get("max_time", float("inf"))
+        self._has_cache = options.extra.get("use_cache", True) and accepts(model, "past_key_values")
         self._stops = stop_strings_of(options.tokenizer, options.stop_strings, device) if options.stop_strings else None
         self._stop_states = torch.zeros(len(samples), dtype=torch.long, device=device)
         prompts = pad_prompts(samples, pad_token=self._pad_token, width=width)
@@ -116,7 +119,7 @@ class _Batch:
         self._ids = torch.cat([self._ids, tokens.unsqueeze(1)], dim=1)
         self._mask = torch.cat([self._mask, is_living.long().unsqueeze(1)], dim=1)
         has_ended = self._has_ended(tokens)
-        is_cut = len(self._drawn) >= self._limits
+        is_cut = (len(self._drawn) >= self._limits) | (time.monotonic() > self._deadline)
         is_over = zip(has_ended.tolist(), (has_ended | is_cut).tolist(), strict=True)
         over = [(row, ended) for row, (ended, over) in enumerate(is_over) if over and row in self.samples]
         return [self._take_out(row, is_cut=not ended) for row, ended in over]
@@ -139,11 +142,13 @@ class _Batch:
         return logits
 
     def _has_ended(self, tokens: Tensor) -> Tensor:
-        """Whether the newest token ends its row: an end token, or the end of a stop string."""
+        """Whether the newest token ends its row: an end token, the end of a stop string, or the user's criteria."""
         has_ended = torch.isin(tokens, self._end_tokens)
         if self._stops is not None:
             self._stop_states = self._stops.advance(self._stop_states, tokens)
             has_ended |= self._stop_states == self._stops.found
+        for criterion in self._criteria:
+            has_ended |= criterion(self._ids, None)
         return has_ended
 
     def _take_out(self, row: int, *, is_cut: bool) -> Sample:

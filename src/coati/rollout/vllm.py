@@ -99,6 +99,11 @@ class VllmEngine:
     def submit(self, samples: Sequence[Sample]) -> None:
         """As the protocol says; GenerateOptionError where vLLM cannot do what the options say."""
         options = samples[0].options
+        if options.extra:
+            raise GenerateOptionError(
+                f"vLLM does not know the generate option {', '.join(sorted(options.extra))}. Leave it out, or use "
+                'rollout.engine = "reference".'
+            )
         is_cut = options.do_sample and (options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0)
         if is_cut and any(sample.needs_log_probs for sample in samples):
             raise GenerateOptionError(

@@ -79,6 +79,16 @@ def test_what_cannot_be_is_refused_by_name(one, key):
     assert f"eval[0].{key}" in str(error.value)
 
 
+def test_options_that_the_engine_refuses_are_refused_before_anything_starts():
+    slow = {"generate": {"max_time": 5.0}}
+    with pytest.raises(ConfigError, match=r"eval\[0\]\.rollout.*max_time"):
+        settings(rollout=slow)
+    held_out = {"name": "held-out", "prompts": {"path": "test.jsonl"}, "rollout": slow}
+    for rollout in ({"engine": "reference"}, {"generate": {"use_cache": False}}):  # which makes it that engine
+        one = {**held_out, "rollout": slow | rollout} if "engine" in rollout else held_out
+        build_config({**RUN, "rollout": RUN["rollout"] | rollout, "eval": [one]})
+
+
 def test_names_differ_and_one_set_chooses_the_best():
     first = {"name": "a", "prompts": {"path": "a.jsonl"}, "best_by": "avg@4"}
     for second in ({**first, "name": "b"}, {**first, "best_by": ""}):

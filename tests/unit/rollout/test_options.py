@@ -22,7 +22,7 @@ def test_docstring_examples_run():
 def test_the_options_of_the_contract_are_known():
     contract = (
         "max_length max_new_tokens do_sample temperature top_k top_p eos_token_id pad_token_id "
-        "min_p stop_strings tokenizer"
+        "min_p stop_strings tokenizer stopping_criteria use_cache"
     )
     assert set(contract.split()) <= set(KNOWN_OPTIONS)
 
@@ -117,9 +117,9 @@ def test_greedy_text_needs_no_temperature():
     assert GenerateOptions.parse(temperature=0.5).sampling_temperature == 0.5
 
 
-def test_none_means_not_given():
-    options = GenerateOptions.parse(temperature=None, top_k=None, eos_token_id=[2, 3])
-    assert options == GenerateOptions(eos_token_id=[2, 3])
+def test_none_means_not_given_and_other_options_travel_along():
+    options = GenerateOptions.parse(temperature=None, top_k=None, use_cache=False, eos_token_id=[2, 3])
+    assert options == GenerateOptions(eos_token_id=[2, 3], extra={"use_cache": False})
 
 
 @pytest.mark.parametrize(
@@ -175,22 +175,24 @@ OPT = {"architectures": ["OPTForCausalLM"], "hidden_size": 1024, "word_embed_pro
 
 
 @pytest.mark.parametrize(
-    ("model_config", "reason"),
+    ("model_config", "options", "reason"),
     [
-        (LLAMA, None),
-        (LLAMA | {"rope_parameters": {"rope_type": "llama3"}}, None),
-        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        (LLAMA | {"pretraining_tp": 2}, "pretraining_tp"),
-        (GEMMA, None),
-        (GEMMA | {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "yarn"),
-        (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        (OPT, None),
-        (OPT | {"word_embed_proj_dim": 512}, "word_embed_proj_dim"),
-        (OPT | {"do_layer_norm_before": False}, "do_layer_norm_before"),
-        ({"architectures": ["StableLmForCausalLM"]}, "StableLmForCausalLM"),
-        ({}, "architecture"),
+        (LLAMA, {}, None),
+        (LLAMA, {"stop_strings": ["."], "min_p": 0.1}, None),
+        (LLAMA, {"use_cache": False}, "use_cache"),
+        (LLAMA | {"rope_parameters": {"rope_type": "llama3"}}, {}, None),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "dynamic"),
+        (LLAMA | {"pretraining_tp": 2}, {}, "pretraining_tp"),
+        (GEMMA, {}, None),
+        (GEMMA | {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, {}, "yarn"),
+        (GEMMA | {"use_bidirectional_attention": True}, {}, "use_bidirectional_attention"),
+        (OPT, {}, None),
+        (OPT | {"word_embed_proj_dim": 512}, {}, "word_embed_proj_dim"),
+        (OPT | {"do_layer_norm_before": False}, {}, "do_layer_norm_before"),
+        ({"architectures": ["StableLmForCausalLM"]}, {}, "StableLmForCausalLM"),
+        ({}, {}, "architecture"),
     ],
 )
-def test_a_model_file_tells_whether_the_native_engine_runs(model_config, reason):
-    problem = native_engine_problem(model_config)
+def test_a_model_file_and_the_options_tell_whether_the_native_engine_runs(model_config, options, reason):
+    problem = native_engine_problem(model_config, GenerateOptions.parse(**options))
     assert (problem is None) if reason is None else reason in problem

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from tiny import samples_of
+from transformers import StoppingCriteria
 
 from coati.models import Actor, action_logprobs
 from coati.models.lora import LoRASettings
@@ -266,11 +267,29 @@ def test_an_end_token_in_the_last_place_is_an_end_and_not_a_cut(llama):
     assert (responses(shorter), shorter.is_cut.tolist()) == ([text[:-1]], [True])
 
 
+class StopAtFour(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] == 4
+
+
+@pytest.mark.parametrize("eos", [[], [2]], ids=["no eos", "eos"])
+@pytest.mark.parametrize("pad", [0, 2, 9])
+def test_what_follows_a_stopping_criterion_is_no_response(llama, eos, pad):
+    # Without an end token transformers lets finished rows write on, with one it pads them.
+    model = llama()
+    rollout = long_rollout(model, eos_token_id=eos, pad_token_id=pad, stopping_criteria=[StopAtFour()])
+    texts = responses(rollout)
+    unstopped = responses(long_rollout(model, eos_token_id=eos, pad_token_id=pad))
+    assert texts == [text[: text.index(4) + 1] if 4 in text else text for text in unstopped]
+    assert len(set(map(len, texts))) > 1
+    assert not rollout.is_cut.any()
+
+
 @pytest.mark.parametrize(("eos", "pad"), [([2], 0), ([2], 2), ([], 0)], ids=["pad", "pad is eos", "no eos"])
 def test_each_row_is_cut_at_its_own_limit(llama, eos, pad):
-    # What ends a row after its limit does not count: a row that ends later is cut.
+    # What ends or stops a row after its limit does not count: a row that ends later is cut.
     model = llama()
-    options = {"eos_token_id": [*eos, 4], "pad_token_id": pad}
+    options = {"eos_token_id": eos, "pad_token_id": pad, "stopping_criteria": [StopAtFour()]}
     whole = long_rollout(model, **options)
     limits = torch.arange(12) % 5 + 1
     rollout = generate(model, [PROMPTS[0]] * 12, max_new_tokens=limits, **options)
@@ -342,20 +361,20 @@ def test_the_mode_comes_back_after_a_failure_and_the_samples_are_gone(llama):
     model.train()
     engine = ReferenceEngine(model)
 
-    def fail(*_):
-        raise RuntimeError("broken model")
+    class Broken(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            raise RuntimeError("broken criterion")
 
-    model.register_forward_pre_hook(fail)
     before = engine.room
     request = samples_of(
         input_ids=torch.tensor([[3, 4]]),
         attention_mask=torch.ones(1, 2, dtype=torch.long),
         sample_ids=torch.arange(1),
         seed=0,
-        options=GenerateOptions.parse(),
+        options=GenerateOptions.parse(stopping_criteria=[Broken()]),
         max_new_tokens=4,
     )
-    with pytest.raises(RuntimeError, match="broken model"):
+    with pytest.raises(RuntimeError, match="broken criterion"):
         generate_with(engine, request)
     assert model.training
     assert engine.room == before

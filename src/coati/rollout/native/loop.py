@@ -17,8 +17,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from coati.config.generate import native_engine_problem
-from coati.errors import ConfigError, OutOfMemory
+from coati.config.generate import GenerateOptions, native_engine_problem, options_problem
+from coati.errors import ConfigError, GenerateOptionError, OutOfMemory
 from coati.experience import Sample
 from coati.models.actor import unwrap
 from coati.rollout.engine import admitted
@@ -49,7 +49,7 @@ class NativeEngine:
     """
 
     def __init__(self, model: nn.Module, *, num_slots: int = DEFAULT_SLOTS) -> None:
-        if (reason := native_engine_problem(config_of(model))) is not None:
+        if (reason := native_engine_problem(config_of(model), GenerateOptions())) is not None:
             raise ConfigError(f'The native engine cannot run this model: {reason}. Use rollout.engine = "reference".')
         self.model = model
         self._decoder = Decoder(model)
@@ -106,6 +106,8 @@ class NativeEngine:
 
     def submit(self, samples: Sequence[Sample]) -> None:
         """As the protocol says."""
+        if (problem := options_problem("native", samples[0].options)) is not None:
+            raise GenerateOptionError(f'{problem}. Leave it out, or use rollout.engine = "reference".')
         like, mine = self._decoder.weight, self._cache.keys[:1]
         if not self._num_samples and any((one.device, one.dtype) != (like.device, like.dtype) for one in mine):
             self._reset()
