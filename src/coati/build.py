@@ -25,7 +25,7 @@ from coati.ledger import LedgerRules
 from coati.models import Actor, Critic, RewardModel
 from coati.models.calls import context_length_of
 from coati.prompts.stream import PromptStream
-from coati.prompts.table import load_prompts, looks_local
+from coati.prompts.table import PromptTable, load_prompts, looks_local
 from coati.rewards import RewardScorer, build_reward
 from coati.rewards.calling import OFFERED, keyword_parameters, load_reward_function
 from coati.trainer.objective import load_loss
@@ -148,10 +148,11 @@ def check_inputs(config: RunSettings, *, has_reward: bool = False) -> None:
                 errors.append(type(error)(f"{label}{error}"))
 
     attempt(_check_models, config)
-    attempt(_check_data, config, has_reward)
+    has_models = not errors  # else the same would fail again, after as long a wait for the network
+    attempt(_check_data, config, has_reward, has_models)
     for one in config.eval:
         brings_reward = has_reward and one.reward == config.reward
-        attempt(_check_data, config.for_evaluation(one), brings_reward, label=f"eval {one.name!r}: ")
+        attempt(_check_data, config.for_evaluation(one), brings_reward, has_models, label=f"eval {one.name!r}: ")
     missing = (name for name in config.logging.tracker_names if importlib.util.find_spec(name) is None)
     errors += [
         ConfigError(f"logging.trackers names {name!r}, which is not installed. pip install {name}") for name in missing
@@ -179,9 +180,9 @@ def _check_models(config: RunSettings) -> None:
         )
 
 
-def _check_data(config: RunSettings, has_reward: bool) -> None:
+def _check_data(config: RunSettings, has_reward: bool, has_models: bool) -> None:
     """Load prompts, and the rewards for their columns."""
-    columns = make_prompts(config).columns
+    columns = make_prompts(config).columns if has_models else _prompt_table(config).other_columns
     for index, part in enumerate(() if has_reward else config.reward.parts):
         key = f"reward.terms[{index}]" if config.reward.terms else "reward"
         if part.model:
@@ -203,13 +204,17 @@ def _check_data(config: RunSettings, has_reward: bool) -> None:
 
 def make_prompts(config: RunSettings) -> PromptStream:
     """The endless stream of prompts, the same for all makers."""
-    prompts = config.prompts
-    table = load_prompts(prompts.path, split=prompts.split, subset=prompts.subset, column=prompts.column)
+    table = _prompt_table(config)
     holder = torch.nn.Module()
     holder.config = _loaded(config, "model.path", config.model.path, AutoConfig)
     context = context_length_of(holder)
     tokenizer, seed = load_tokenizer(config), config.run.seed
-    return PromptStream(table, tokenizer, prompts, config.rollout, seed=seed, context_length=context)
+    return PromptStream(table, tokenizer, config.prompts, config.rollout, seed=seed, context_length=context)
+
+
+def _prompt_table(config: RunSettings) -> PromptTable:
+    prompts = config.prompts
+    return load_prompts(prompts.path, split=prompts.split, subset=prompts.subset, column=prompts.column)
 
 
 def ledger_rules(config: RunSettings, stream: int = 0) -> LedgerRules:
@@ -268,12 +273,10 @@ def _dtype(config: RunSettings) -> torch.dtype:
 def _loaded(
     config: RunSettings, setting: str, path: str, model_class: Any, *, device: Any = None, **kwargs: Any
 ) -> Any:
+    from_where = f"relative ones count from the folder of the TOML file, then from {Path.cwd()}"
     if looks_local(path) and not Path(path).is_dir():
         hint = f" `coati demo` makes {path}." if path in ("runs/demo/base", "runs/demo/model") else ""
-        raise ConfigError(
-            f"{setting} {path!r} is not a folder. Check the path: relative ones count from the folder of the TOML "
-            f"file, then from {Path.cwd()}.{hint}"
-        )
+        raise ConfigError(f"{setting} {path!r} is not a folder. Check the path: {from_where}.{hint}")
     try:
         with (
             quiet_transformers(),
@@ -284,11 +287,12 @@ def _loaded(
     except CoatiError:
         raise
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
-        said = str(error).strip().splitlines()
-        raise ConfigError(
-            f"{setting} {path!r} could not be loaded by transformers: {said[0] if said else type(error).__name__} "
-            "If a file is damaged or missing, use another copy."
-        ) from error
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        problem, remedy = "could not be loaded by transformers", "If a file is damaged or missing, use another copy."
+        if not looks_local(path):
+            problem = f"is not a folder ({from_where}), and could not be loaded from the hub under that name"
+            remedy = "Check the name and the network."
+        raise ConfigError(f"{setting} {path!r} {problem}: {said} {remedy}") from error
 
 
 @contextlib.contextmanager

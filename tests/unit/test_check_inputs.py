@@ -57,6 +57,14 @@ def test_a_missing_model_folder(folder):
     assert "coati demo" in problem
 
 
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub(folder, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (problem,) = problems("model.path=no-such-model-3")
+    assert problem.startswith("model.path 'no-such-model-3' is not a folder")
+    assert str(folder) in problem
+    assert "hub" in problem
+
+
 def test_a_folder_that_is_no_model(folder):
     (folder / "empty").mkdir()
     (problem,) = problems("model.reference=./empty")
@@ -127,6 +135,8 @@ def test_mistakes_are_reported_together_and_each_once(folder):
     found = problems_of(build_config({**data, "reward": {"function": "scoring:nope"}, "eval": sets}))
     assert [problem.split()[0] for problem in found] == ["model.critic", "reward.function:", "eval"]
     assert "eval 'a': prompts.path is 'none.jsonl'" in found[-1]
+    found = problems("model.path=./gone", "reward.function=scoring:nope")
+    assert [problem.split()[0] for problem in found] == ["model.path", "reward.function:"]
 
 
 def test_the_example_is_sound(folder, monkeypatch):

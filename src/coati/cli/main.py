@@ -67,6 +67,7 @@ def main() -> None:
     for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
         os.environ.setdefault(name, "1")  # before the libraries are imported
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("huggingface_hub").propagate = False  # it shows its messages itself
     try:
         app()
     except RunStopped as stop:

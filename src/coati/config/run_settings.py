@@ -305,9 +305,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        is_gone = isinstance(error, FileNotFoundError)
+        problem = "does not exist" if is_gone else f"must be a settings file in TOML, UTF-8 text: {error}"
         raise ConfigError(
-            f"{path} must be a settings file in TOML, UTF-8 text: {error} (working directory: {Path.cwd()}). Check the "
-            "path; examples/film/run.toml is a file to start from."
+            f"{path} {problem} (working directory: {Path.cwd()}). Check the path; examples/film/run.toml is a file to "
+            "start from."
         ) from None
     try:
         return tomllib.loads(text)

@@ -35,6 +35,8 @@ _FOREIGN_NAMES = {
 # Options, and parts of addresses, that hold what must not be in a file.
 SECRET_NAME = r"api_?key$|(^|_)(access|api|auth|bearer)_?token$|^authorization$|secret|password"
 _SECRET_IN_ADDRESS = re.compile(r"://[^/\s]*@|[?&]\w*(token|key|secret|password)=", re.IGNORECASE)
+# Texts that are values of other types but for their quotes, by pydantic's name of the error.
+_UNQUOTED = {"int_type": r"-?\d+", "float_type": r"-?\d+(\.\d+)?(e-?\d+)?", "bool_type": "true|false"}
 _CLOSE = 0.75  # how much of two names must be alike for one to be a misspelling of the other
 
 
@@ -141,8 +143,13 @@ def _lines(model: type[Section], detail: Any) -> list[str]:
     remedy = _extra(field, "remedy")
     rule = "" if is_inside else _extra(field, "rule")
     names = re.findall(r"'([^']+)'", detail["ctx"]["expected"]) if kind == "literal_error" else []
-    if close := difflib.get_close_matches(str(detail["input"]), names, n=1):
-        remedy = f"Did you mean {close[0]}?"
+    came = str(detail["input"])
+    if close := difflib.get_close_matches(came, names, n=1):
+        nearest = difflib.SequenceMatcher(None, close[0], came).ratio()
+        close = difflib.get_close_matches(came, names, n=2, cutoff=nearest - 0.05)  # another may be as near
+        remedy = f"Did you mean {' or '.join(close)}?"
+    elif kind in _UNQUOTED and re.fullmatch(_UNQUOTED[kind], came):
+        remedy = f"Write {came} without quotes."
     if kind == "tuple_type":
         rule = rule or "a list of strings"
     elif kind == "model_type":

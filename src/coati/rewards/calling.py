@@ -225,14 +225,24 @@ def _imported(name: str, search_paths: Sequence[Path]) -> Callable[..., Any]:
             raise ImportError(f"{package!r} is already imported from {loaded}; rename your module")
         module = importlib.import_module(module_name)
         if not callable(function := getattr(module, attribute, None)):
-            sys.modules.pop(module_name)  # to be read again when it is corrected
+            if module_name != "__main__":
+                sys.modules.pop(module_name)  # to be read again when it is corrected
             public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
             own = [key for key, value in public.items() if getattr(value, "__module__", "") == module_name]
-            raise AttributeError(f"it has no function {attribute!r}, but {', '.join(own) or 'none'}")
+            raise AttributeError(f"it has no function {attribute!r}" + f", but {', '.join(own)}" * bool(own))
     except Exception as error:  # a module may raise anything
+        if module_name == "__main__" or attribute == "_lambda_":
+            raise ConfigError(
+                f"Function {name!r} was given by a program, and cannot be loaded by its name. Continue the run with "
+                "coati.train(resume=..., reward=...), or put the function into a file and set reward.function to it."
+            ) from error
+        remedy = "Check the name and reward.search_paths."
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and not f"{module_name}.".startswith(f"{missing}."):
+            remedy = f"Install {missing}, which {module_name} imports, or add its folder to reward.search_paths."
         raise ConfigError(
             f"Function {name!r} cannot be loaded from {where or ', '.join(paths) or 'the installed packages'}: "
-            f"{type(error).__name__}: {error}. Check the name and reward.search_paths."
+            f"{type(error).__name__}: {error}. {remedy}"
         ) from error
     finally:
         for path in paths:

@@ -78,6 +78,14 @@ def test_an_override_through_something_that_is_no_table():
     assert "reward.terms, which is not a table" in error_of("reward.terms=[]", "reward.terms.weight=2")
 
 
+def test_a_file_that_does_not_exist_and_one_that_is_no_text(tmp_path):
+    with pytest.raises(ConfigError, match=r"nofile\.toml does not exist"):
+        load_config(tmp_path / "nofile.toml")
+    (tmp_path / "image.toml").write_bytes(b"\xff\xd8")
+    with pytest.raises(ConfigError, match=r"image\.toml must be .* UTF-8"):
+        load_config(tmp_path / "image.toml")
+
+
 def test_config_is_frozen_and_strict():
     config = load_config(None, MINIMAL_OVERRIDES)
     with pytest.raises(ValidationError):
@@ -129,6 +137,10 @@ BROKEN = [
     ("logging.samples_kept=-1", "equal to 0", "-1", "default, 4"),
     ("reward.function=my praise", '"module:function"', '"my praise"', "rewards:praise"),
     ("reward.timeout_seconds=0", "greater than 0", "0", "default, 120.0"),
+    ('rollout.samples_per_prompt="8"', "a valid integer", '"8"', "Write 8 without quotes"),
+    ('rollout.samples_per_prompt="eight"', "a valid integer", '"eight"', "default, 1"),
+    ('train.actor_lr="1e-6"', "a valid number", '"1e-6"', "Write 1e-6 without quotes"),
+    ('prompts.shuffle="false"', "a valid boolean", '"false"', "Write false without quotes"),
     ("topology.update_lora_weights=true", "while lora.rank is 0", "true", "Set lora.rank"),
 ]
 
@@ -197,7 +209,12 @@ def test_an_unknown_key_suggests_a_known_one(override, suggestion):
 
 @pytest.mark.parametrize(
     ("override", "key", "close"),
-    [("algorithm=grop", "algorithm.name", "grpo"), ("logging.trackers.wandbb={}", "logging.trackers.wandbb", "wandb")],
+    [
+        ("algorithm=grop", "algorithm.name", "grpo"),
+        ("algorithm=gpro", "algorithm.name", "gspo or grpo"),
+        ("model.dtype=float16", "model.dtype", "bfloat16"),
+        ("logging.trackers.wandbb={}", "logging.trackers.wandbb", "wandb"),
+    ],
 )
 def test_a_name_of_a_list_that_is_misspelt_suggests_the_one_that_is_meant(override, key, close):
     message = error_of(override)

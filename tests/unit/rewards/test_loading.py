@@ -78,6 +78,15 @@ def test_a_missing_function_lists_those_there_are(folder):
         load_reward_function("near:zzz", [folder])
 
 
+@pytest.mark.parametrize("name", ["__main__:_lambda_", "__main__:no_such_function", "near:_lambda_"])
+def test_a_function_that_a_program_brought_says_how_to_go_on(folder, name):
+    main = sys.modules["__main__"]
+    (folder / "near.py").write_text("")
+    with pytest.raises(ConfigError, match=r"by a program.*coati\.train\(resume=.*reward\.function"):
+        load_reward_function(name, [folder])
+    assert sys.modules["__main__"] is main
+
+
 def test_a_module_that_was_corrected_is_read_again(folder, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # its time stamps are too coarse for a test
     (folder / "draft.py").write_text("def blame(): ...\n")
@@ -89,7 +98,7 @@ def test_a_module_that_was_corrected_is_read_again(folder, monkeypatch):
 
 def test_something_that_is_not_callable(folder):
     (folder / "data.py").write_text("praise = 3\n")
-    with pytest.raises(ConfigError, match=r"'data:praise'.* no function"):
+    with pytest.raises(ConfigError, match=r"'data:praise'.* no function 'praise'\. Check"):  # and no other to name
         load_reward_function("data:praise", [folder])
 
 
@@ -97,6 +106,7 @@ def test_something_that_is_not_callable(folder):
     ("source", "expected"),
     [
         ("import a_library_nobody_has as praise\n", "ModuleNotFoundError: No module named 'a_library_nobody_has'"),
+        ("import a_library_nobody_has.part\n", "Install a_library_nobody_has"),
         ("praise = 1 / 0\n", "ZeroDivisionError: division by zero"),
         ("def (:\n", "SyntaxError: "),
     ],
