@@ -81,11 +81,14 @@ def free_all():
 
 
 @contextlib.contextmanager
-def room_for(num_bytes):
-    """Fill the card but for so much memory."""
+def room_for(num_bytes, *, fill_gaps=False):
+    """Fill the card but for so much memory; with `fill_gaps` also what is free between tensors, but for scraps."""
     free_all()
     free, _ = torch.cuda.mem_get_info()
     ballast = [torch.empty(free - int(num_bytes), dtype=torch.uint8, device="cuda")]
+    with contextlib.suppress(torch.OutOfMemoryError):
+        while fill_gaps:
+            ballast.append(torch.empty(2**21, dtype=torch.uint8, device="cuda"))
     try:
         yield
     finally:
@@ -129,7 +132,8 @@ def test_a_single_sample_that_does_not_fit_is_an_error_with_the_memory_there_was
     learner, _ = make_learner("auto")
     learner.step(make_batch(2))  # the optimizers have their state
     before = [parameter.detach().clone() for parameter in learner.actor.parameters()]
-    with room_for(2**24), pytest.raises(OutOfMemory, match=r"over 1 samples, 960 tokens.*GiB held.*GiB free"):
+    message = r"over 1 samples, 960 tokens.*GiB held.*GiB free"
+    with room_for(2**24, fill_gaps=True), pytest.raises(OutOfMemory, match=message):
         learner.step(make_batch(4, response=960 - PROMPT))
     assert all(map(torch.equal, before, learner.actor.parameters()))
     learner.step(make_batch(4))
