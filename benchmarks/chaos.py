@@ -2,11 +2,11 @@
 
     python benchmarks/chaos.py --seconds 600 --seed 0
 
-The seed decides who fails when, at which named point of the code (`coati.faults`), and is printed with the schedule. At
-the end the run is stopped as a person would. It fails, with exit code 1, if the run ends before, if `coati audit` does
-not close (a sample lost, trained on twice, or older than the bound), or if a process or a folder is left behind. The
-growth of each process's memory is only printed: no limit holds for soaks of every length. On a busy machine, where
-actors take long to start, give them more time: --every 30 45.
+The seed decides who fails when, from the first step on, at which named point of the code (`coati.faults`), and is
+printed with the schedule. At the end the run is stopped as a person would. It fails, with exit code 1, if the run ends
+before, if `coati audit` does not close (a sample lost, trained on twice, or older than the bound), or if a process or a
+folder is left behind. The growth of each process's memory is only printed: no limit holds for soaks of every length. On
+a busy machine, where actors take long to start, give them more time: --every 30 45.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from pathlib import Path
 from checked import one_or_more, zero_or_more
 from living_run import Fault, LivingRun, slope
 
+START_SECONDS = 300.0
 STALL_SECONDS = 12.0  # longer than deadlines.stall_seconds of the run
 MAKER_POINTS = ("maker.generating", "maker.before_deliver", "receiver.before_chunk")
 TRAINER_POINTS = (
@@ -90,10 +91,13 @@ def main() -> None:
 
 def soak(folder: Path, faults: list[Fault], seconds: int, *, makers: int) -> list[str]:
     """Let a run live through the faults; returns what is wrong."""
-    run = LivingRun(folder, faults, {"topology.makers": makers})
+    run = LivingRun(folder, faults, {"topology.makers": makers}, begins=False)
     memory: dict[tuple[int, str], list[tuple[float, float]]] = collections.defaultdict(list)
-    began, last_step, problems = time.monotonic(), 0, []
+    last_step, problems = 0, []
     try:
+        run.wait_for_step(1, seconds=START_SECONDS)
+        run.schedule.begin()
+        began = time.monotonic()
         while (elapsed := time.monotonic() - began) < seconds and run.process.poll() is None:
             for process, megabytes in run.memory().items():
                 memory[process].append((elapsed, megabytes))

@@ -12,6 +12,7 @@ nothing is written beside it, so it is quicker.
 
     coati-grpo    detached: a maker and a trainer, data at most one version old; KL against the reference in the loss
     coati-ppo     the same with a critic, which TRL's GRPO does not have; on a GPU the score comes from a reward model
+    coati-ahead   coati-ppo with data at most `--lead` versions old, and as many batches written at a time
     coati-vllm    coati-ppo whose maker generates with vLLM (vLLM must be installed; GPU only)
     trl-vllm      TRL's GRPOTrainer with vLLM in its process, log-probs returned (TRL and vLLM must be; GPU only)
     trl-grpo      TRL's GRPOTrainer with transformers' generate and the same KL term (TRL must be installed)
@@ -41,7 +42,7 @@ from checked import below_one, check_device, one_or_more, zero_or_more
 from rollout_vllm import TURN, cache_bytes, vllm_environment, wait_for_turn
 
 ONLY_ON = {"trl-tuned": "cpu", "coati-vllm": "cuda", "trl-vllm": "cuda"}
-COMPETITORS = ("coati-grpo", "coati-ppo", "trl-grpo", *ONLY_ON)
+COMPETITORS = ("coati-grpo", "coati-ppo", "coati-ahead", "trl-grpo", *ONLY_ON)
 SHAPES = ["demo", "0.5b", "1.5b", "7b", "tiny"]
 FIRST_END = 2  # 0 is padding, 1 the tokenizer's end
 SAMPLES_PER_PROMPT = 8
@@ -74,6 +75,7 @@ def main() -> None:
         "--threads", type=one_or_more, default=2, help="of TRL on a CPU; coati's two actors have one each"
     )
     parser.add_argument("--places", type=one_or_more, default=2, help="batches that coati's maker writes at a time")
+    parser.add_argument("--lead", type=one_or_more, default=2, help="of coati-ahead")
     parser.add_argument("--trainer-share", type=below_one, default=0.5, help="of a GPU, for coati's trainer")
     parser.add_argument(
         "--mixed-precision",
@@ -163,7 +165,7 @@ def measured(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str
     """One run of one competitor, in a process of its own."""
     command = [sys.executable, __file__, "--only", name, "--folder", str(folder), "--device", arguments.device]
     passed_on = ("batch", "threads", "trainer_share", "mixed_precision", "shape", "prompt_tokens", "new_tokens")
-    options = {option: getattr(arguments, option) for option in (*passed_on, "lora_rank", "places")}
+    options = {option: getattr(arguments, option) for option in (*passed_on, "lora_rank", "places", "lead")}
     if arguments.trl_micro_batch:
         options["trl_micro_batch"] = arguments.trl_micro_batch
     is_trl = name.startswith("trl")
@@ -337,10 +339,12 @@ def turn_taking_learner(warmup: int) -> type:
 
 def coati_settings(arguments: argparse.Namespace, output: Path) -> str:
     is_gpu, is_large, is_ppo = arguments.device == "cuda", arguments.shape != "demo", arguments.only != "coati-grpo"
+    lead = arguments.lead if arguments.only == "coati-ahead" else 1
+    places = max(arguments.places, lead)
     engine = ""
     if arguments.only == "coati-vllm":
-        longest, places = arguments.prompt_tokens + arguments.new_tokens, arguments.places * arguments.batch
-        options = {**vllm_cache(arguments), "max_num_seqs": places, "max_model_len": longest}
+        longest = arguments.prompt_tokens + arguments.new_tokens
+        options = {**vllm_cache(arguments), "max_num_seqs": places * arguments.batch, "max_model_len": longest}
         table = ", ".join(f"{name} = {value}" for name, value in options.items())
         engine = f'engine = "vllm"\nvllm = {{ {table} }}'
     reward = '[reward]\nfunction = "coati.demo.reward:film_sentiment"'
@@ -364,7 +368,7 @@ path = "{arguments.folder}/prompts.jsonl"
 {reward}
 
 [rollout]
-prompts_per_batch = {arguments.places * arguments.batch // SAMPLES_PER_PROMPT}
+prompts_per_batch = {places * arguments.batch // SAMPLES_PER_PROMPT}
 samples_per_prompt = {SAMPLES_PER_PROMPT}
 max_new_tokens = {arguments.new_tokens}
 {engine}
@@ -383,7 +387,8 @@ activation_checkpointing = {"true" if arguments.lora_rank else "false"}
 mixed_precision = {arguments.mixed_precision if is_gpu else "false"}
 
 [topology]
-max_staleness = 1
+lead = {lead}
+max_staleness = {lead}
 update_lora_weights = {"true" if arguments.lora_rank else "false"}
 gpus_per_maker = {1 - arguments.trainer_share if is_gpu else 0}
 gpus_per_trainer = {arguments.trainer_share if is_gpu else 0}

@@ -43,8 +43,14 @@ class LivingRun:
     """A run with faults, which trains until it is stopped."""
 
     def __init__(
-        self, folder: Path, faults: list[Fault], settings: Mapping[str, object] | None = None, *options: str
+        self,
+        folder: Path,
+        faults: list[Fault],
+        settings: Mapping[str, object] | None = None,
+        *options: str,
+        begins: bool = True,
     ) -> None:
+        """With `begins` false nothing happens before `schedule.begin()`."""
         self.folder, self.out = folder, folder / "out"
         base = folder / "base"
         pretrain(base)
@@ -61,7 +67,7 @@ class LivingRun:
         command = [sys.executable, "-m", "coati.cli.main", "train", str(folder / "run.toml"), *options]
         for name, value in changes.items():
             command += ["--set", f"{name}={value}"]
-        self.schedule = Schedule(folder / "faults", faults)
+        self.schedule = Schedule(folder / "faults", faults, begins=begins)
         self._temporary = Path(tempfile.mkdtemp(prefix="ct-", dir="/tmp"))
         environment = {**os.environ, **self.schedule.environment, "TMPDIR": str(self._temporary), "COLUMNS": "200"}
         self.lines: list[tuple[float, str]] = []

@@ -13,6 +13,7 @@ Memory is what nvidia-smi shows while a process measures, less what it shows whe
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from checked import check_device
@@ -50,6 +52,8 @@ class Training:
     steps: dict[str, str]  # by competitor, in the order that they measure in
     what: str
     goal: str = ""
+    at_once: int = 3
+    """So many of them fit on the card."""
 
 
 ROLLOUTS = [
@@ -69,6 +73,7 @@ TRAININGS = {
             "coati-vllm": "--steps 14 --warmup 5",
             "coati-ppo": "--steps 18 --warmup 6",
             "trl-vllm": "--steps 10 --warmup 4",
+            "coati-ahead": "--steps 18 --warmup 6",
         },
         "0.5B, 64 × (128 + 256)",
         "4.5 ×",
@@ -76,9 +81,14 @@ TRAININGS = {
     "1.5B": Training(
         "--shape 1.5b --prompt-tokens 512 --new-tokens 2048 --mean-length 500 --mixed-precision true "
         "--trl-micro-batch 4",
-        {"coati-ppo": "--steps 14 --warmup 6", "trl-vllm": "--steps 4 --warmup 2"},
+        {
+            "coati-ppo": "--steps 12 --warmup 5",
+            "trl-vllm": "--steps 4 --warmup 2",
+            "coati-ahead": "--steps 12 --warmup 5",
+        },
         "1.5B, 64 × (512 + geometric to 2,048)",
         "4 ×",
+        at_once=2,
     ),
     "7B": Training(
         "--shape 7b --prompt-tokens 128 --new-tokens 256 --lora-rank 16",
@@ -89,6 +99,7 @@ TRAININGS = {
 WAVES = ["0.5B", "rollout", "1.5B", "7B"]
 NAMES = {
     "coati-ppo": "coati, PPO",
+    "coati-ahead": "coati, PPO, `topology.lead = 2`",
     "coati-vllm": 'coati, PPO, `engine = "vllm"`',
     "trl-vllm": "TRL with vLLM, GRPO",
 }
@@ -203,30 +214,45 @@ def run_waves(arguments: argparse.Namespace) -> None:
             continue
         if wave in preparing:
             preparing[wave].wait(arguments.start_seconds)
-        say(f"{wave}: starting")
-        jobs = rollout_jobs(arguments) if wave == "rollout" else training_jobs(wave, arguments)
-        until = min(deadline, time.monotonic() + arguments.start_seconds)
-        others = [process for process in preparing.values() if process.poll() is None]
-        while time.monotonic() < until and not all(job.is_ready for job in jobs):
-            time.sleep(0.1)
-        for process in others:
-            process.wait(arguments.start_seconds)
-        late = [job for job in jobs if not job.is_ready]
-        for job in late:
-            say(f"{job.name}: not ready in time; {job.end(0.0)}")
-        for job in jobs:
-            if job in late:
-                continue
-            say(f"{job.name}: its turn")
-            memory.start()
-            job.begin()
-            ended = job.end(deadline)
-            most, peak = memory.most, memory.most - memory.look()
-            result = result_of(job, ended)
-            if isinstance(result, dict):
-                result["peak_gib"] = peak
-            job.keep(result)
-            say(f"{job.name}: {ended or 'done'}, {peak:.1f} GiB (of {most:.1f}): {json.dumps(result)[:1500]}")
+        for start in starts(wave, arguments):
+            say(f"{wave}: starting")
+            jobs = start()
+            until = min(deadline, time.monotonic() + arguments.start_seconds)
+            others = [process for process in preparing.values() if process.poll() is None]
+            while time.monotonic() < until and not all(job.is_ready for job in jobs):
+                time.sleep(0.1)
+            for process in others:
+                process.wait(arguments.start_seconds)
+            take_turns(jobs, memory, deadline, say)
+
+
+def take_turns(jobs: list[Job], memory: Memory, deadline: float, say: Callable[[str], None]) -> None:
+    """Let the processes that are ready measure, one after the other."""
+    late = [job for job in jobs if not job.is_ready]
+    for job in late:
+        say(f"{job.name}: not ready in time; {job.end(0.0)}")
+    for job in jobs:
+        if job in late:
+            continue
+        say(f"{job.name}: its turn")
+        memory.start()
+        job.begin()
+        ended = job.end(deadline)
+        most, peak = memory.most, memory.most - memory.look()
+        result = result_of(job, ended)
+        if isinstance(result, dict):
+            result["peak_gib"] = peak
+        job.keep(result)
+        say(f"{job.name}: {ended or 'done'}, {peak:.1f} GiB (of {most:.1f}): {json.dumps(result)[:1500]}")
+
+
+def starts(wave: str, arguments: argparse.Namespace) -> list[Callable[[], list[Job]]]:
+    """Start the processes of a wave, as many at once as fit on the card."""
+    if wave == "rollout":
+        return [functools.partial(rollout_jobs, arguments)]
+    names, at_once = [*TRAININGS[wave].steps], TRAININGS[wave].at_once
+    parts = [names[first : first + at_once] for first in range(0, len(names), at_once)]
+    return [functools.partial(training_jobs, wave, part, arguments) for part in parts]
 
 
 def prepare(wave: str, arguments: argparse.Namespace) -> subprocess.Popen:
@@ -250,15 +276,15 @@ def training_command(wave: str, arguments: argparse.Namespace) -> list[str]:
     return [*script, *options.split()]
 
 
-def training_jobs(wave: str, arguments: argparse.Namespace) -> list[Job]:
+def training_jobs(wave: str, names: list[str], arguments: argparse.Namespace) -> list[Job]:
     return [
         Job(
             f"{name}-{wave}",
-            [*training_command(wave, arguments), "--only", name, *steps.split()],
+            [*training_command(wave, arguments), "--only", name, *TRAININGS[wave].steps[name].split()],
             arguments,
             needs_vllm="vllm" in name,
         )
-        for name, steps in TRAININGS[wave].steps.items()
+        for name in names
         if not (arguments.tiny and name == "trl-vllm")  # it needs a GPU
     ]
 

@@ -61,7 +61,7 @@ class Fault:
     index: int | None = None
     """Count only passes with this index, of a chunk for example."""
     after: float = 0.0
-    """Count only passes so many seconds after the schedule was written."""
+    """Count only passes so many seconds after the schedule's time began."""
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -73,19 +73,24 @@ class Fault:
 class Schedule:
     """Faults by number, and the folder that says which of them have happened."""
 
-    def __init__(self, folder: Path, faults: Sequence[Fault] | None = None) -> None:
-        """Write `faults` to a folder, whose time begins now; or read what it holds."""
+    def __init__(self, folder: Path, faults: Sequence[Fault] | None = None, *, begins: bool = True) -> None:
+        """Write `faults` to a folder, whose time begins now, or with `begin`; or read what it holds."""
         self._folder = folder
         file = folder / "schedule.json"
         if faults is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            # The monotonic clock is the same in all processes of a machine.
-            content = {"began": time.monotonic(), "faults": [dataclasses.asdict(fault) for fault in faults]}
-            file.write_text(json.dumps(content))
-        content = json.loads(file.read_text())
-        self._began: float = content["began"]
-        self.faults = [Fault(**fields) for fields in content["faults"]]
+            file.write_text(json.dumps([dataclasses.asdict(fault) for fault in faults]))
+            if begins:
+                self.begin()
+        self._began: float | None = None
+        self.faults = [Fault(**fields) for fields in json.loads(file.read_text())]
         self._passes = [itertools.count(1) for _ in self.faults]  # which threads may share
+
+    def begin(self) -> None:
+        """Let the schedule's time begin; before, nothing happens."""
+        part = self._folder / "began.part"
+        part.write_text(str(time.monotonic()))  # the clock is the same in all processes of a machine
+        part.rename(self._folder / "began")
 
     @contextlib.contextmanager
     def enabled(self) -> Iterator[None]:
@@ -111,6 +116,10 @@ class Schedule:
 
     def reach(self, point: str, index: int | None, actor: str) -> None:
         """Do what is due at a point."""
+        if self._began is None:
+            if not (file := self._folder / "began").exists():
+                return
+            self._began = float(file.read_text())
         now = time.monotonic() - self._began
         for number, fault in enumerate(self.faults):
             is_meant = fault.actor in ("", actor) and fault.index in (None, index) and now >= fault.after

@@ -53,6 +53,12 @@ def test_passes_are_counted_by_index_from_a_time_on_or_all_of_them_count(tmp_pat
         assert passes(5, "weights.before_chunk", index=2) == [2]
     with Schedule(tmp_path / "late", [Fault("maker.generating", "raise", after=3600.0)]).enabled():
         assert passes(5) == []
+    waiting = Schedule(tmp_path / "waiting", [Fault("maker.generating", "raise")], begins=False)
+    with waiting.enabled():
+        faults.reach("maker.generating")
+        waiting.begin()
+        with pytest.raises(InjectedFault):
+            faults.reach("maker.generating")
     with Schedule(tmp_path / "always", [Fault("maker.generating", "raise", nth=0)]).enabled():
         assert passes(3) == [1, 2, 3]
 
