@@ -202,14 +202,14 @@ def _check_data(config: RunSettings, has_reward: bool, has_models: bool) -> None
             )
 
 
-def make_prompts(config: RunSettings) -> PromptStream:
-    """The endless stream of prompts, the same for all makers."""
+def make_prompts(config: RunSettings, name: str = "[prompts]") -> PromptStream:
+    """The endless stream of prompts, the same for all makers; `name` is what warnings call the set."""
     table = _prompt_table(config)
     holder = torch.nn.Module()
     holder.config = _loaded(config, "model.path", config.model.path, AutoConfig)
     context = context_length_of(holder)
-    tokenizer, seed = load_tokenizer(config), config.run.seed
-    return PromptStream(table, tokenizer, config.prompts, config.rollout, seed=seed, context_length=context)
+    own: dict[str, Any] = {"seed": config.run.seed, "context_length": context, "name": name}
+    return PromptStream(table, load_tokenizer(config), config.prompts, config.rollout, **own)
 
 
 def _prompt_table(config: RunSettings) -> PromptTable:

@@ -7,10 +7,12 @@ import pytest
 from transformers import LlamaConfig
 
 from coati.build import check_inputs
+from coati.cli.main import main
 from coati.config import build_config, load_config
 from coati.demo.base_model import build_tokenizer
 from coati.errors import CoatiError
 from coati.prompts.table import looks_local
+from coati.run_folder import MARKER
 
 ROOT = Path(__file__).parents[2]
 
@@ -166,3 +168,56 @@ def test_a_reward_parameter_that_nothing_is_passed_for(folder):
 def test_a_config_that_is_none(folder):
     (folder / "model/config.json").write_text("{")
     assert "config.json" in problems()[0]
+
+
+RUN = """
+run.output = "out"
+model.path = "./model"
+reward.function = "scoring:praise"
+rollout.max_new_tokens = 8
+[prompts]
+path = "prompts.jsonl"
+max_tokens = 4
+[[eval]]
+name = "held-out"
+prompts = { path = "prompts.jsonl" }
+rollout = { prompts_per_batch = 2 }
+max_prompts = 3
+"""
+
+
+@pytest.fixture
+def dry_run(folder, monkeypatch, capsys):
+    """Runs `coati train --dry-run`, which ends with a code; gives what it prints."""
+    (folder / "run.toml").write_text(RUN)
+    LlamaConfig(vocab_size=len(build_tokenizer()), max_position_embeddings=12).save_pretrained(folder / "model")
+
+    def run(*more, code=0):
+        monkeypatch.setattr(sys, "argv", ["coati", "train", "run.toml", "--dry-run", *more])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == code
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_a_dry_run_over_an_earlier_run_checks_all_and_says_what_will_be_needed(folder, dry_run):
+    assert "--overwrite" not in dry_run()
+    (folder / "out" / "model").mkdir(parents=True)
+    (folder / "out" / MARKER).touch()
+    printed = dry_run()
+    assert printed.index("Config OK") < printed.index("--overwrite")
+    assert "--overwrite" not in dry_run("--overwrite")
+    dry_run("--set", "reward.function=scoring:missing", code=2)  # as without an earlier run
+
+
+def test_a_dry_run_counts_the_prompts_of_each_set_that_are_skipped_or_cut_short(folder, dry_run):
+    lengths = (2, 5, 12, 12, 1)  # tokens
+    (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "{"film " * length}"}}\n' for length in lengths))
+    training, held_out = [line for line in dry_run().splitlines() if "cut short" in line]
+    assert "[prompts]" in training
+    assert "3 longer than prompts.max_tokens" in training
+    assert "held-out" in held_out
+    assert "1 without room for a response" in held_out  # of the first three
+    assert "1 with less room" in held_out  # of 5 tokens and the first one

@@ -16,9 +16,10 @@ from coati.cli.audit import show_losses
 from coati.config import RunSettings, plan_lines
 from coati.counting import counted
 from coati.entry import RunResult
-from coati.errors import RunStopped
+from coati.errors import ConfigError, RunStopped
 from coati.monitor.live import LiveView
 from coati.monitor.run_log import RunSnapshot
+from coati.run_folder import check_run_folder
 
 EXIT_STOPPED = 130  # what shells use for "ended by SIGINT"
 
@@ -55,14 +56,19 @@ def train(
     settings = entry.choose_settings(config, resume=resume, overrides=overrides or [], sync=sync)
     options: dict[str, Any] = {"overwrite": overwrite, "sync": sync, "address": address}
     with console.status("checking settings, models and prompts"):
-        start = entry.check_run(settings, is_resumed=is_resumed, **options)
+        checked = options | {"overwrite": overwrite or dry_run}
+        start = entry.check_run(settings, is_resumed=is_resumed, **checked)
     plan = "\n".join([f"Plan of run {settings.run.name!r}", *(f"  {line}" for line in plan_lines(settings))])
     console.print(plan, markup=False, soft_wrap=True)
     if dry_run:
         if start is not None:
             console.print(f"It would continue from {start.checkpoint}.")
-        _show_skipped(console, settings)
+        _show_lost_prompts(console, settings)
         console.print("[green]Config OK.[/] Run again without --dry-run to train.")
+        try:
+            check_run_folder(settings, overwrite=overwrite or is_resumed)
+        except ConfigError as error:  # which does not concern a dry run
+            console.print(f"Note: {error}", style="yellow", markup=False, soft_wrap=True)
         return
     result = execute(settings, console, verbose=verbose, start=start, **options)
     _show_result(console, result)
@@ -70,12 +76,16 @@ def train(
         raise SystemExit(EXIT_STOPPED)
 
 
-def _show_skipped(console: Console, config: RunSettings) -> None:
+def _show_lost_prompts(console: Console, config: RunSettings) -> None:
+    """Print how many prompts of each set do not fit."""
     from coati.build import make_prompts
 
-    if skipped := make_prompts(config).survey():
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
-        console.print(f"[yellow]Prompts that will be skipped[/]: {reasons}.")
+    evaluated = [(f"[[eval]] {one.name}", config.for_evaluation(one), one.max_prompts) for one in config.eval]
+    for name, own, most in [("[prompts]", config, 0), *evaluated]:
+        if lost := make_prompts(own).survey(most):
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in lost.items())
+            told = f"{name}: prompts that are skipped or cut short: {reasons}."
+            console.print(told, style="yellow", markup=False, soft_wrap=True)
 
 
 def _show_result(console: Console, result: RunResult) -> None:

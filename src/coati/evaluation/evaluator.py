@@ -69,7 +69,7 @@ class Evaluator:
 
     @cached_property
     def _prompts(self) -> PromptStream:
-        return build.make_prompts(self._config)
+        return build.make_prompts(self._config, f"[[eval]] {self.settings.name}")
 
     @cached_property
     def _scorer(self) -> RewardScorer:

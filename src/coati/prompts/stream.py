@@ -28,6 +28,7 @@ RESERVED_COLUMNS = ("input_ids", "attention_mask", "sample_ids", "group_ids", "p
 SKIP_EMPTY = "without tokens"
 SKIP_TOO_LONG = "longer than prompts.max_tokens"
 SKIP_NO_ROOM = "without room for a response"
+CUT_SHORT = "with less room than max_new_tokens"
 
 _CACHED_PROMPTS = 1024  # a small table is tokenized once; of a large one, each prompt when it is used
 # No text has more characters per token than this, so a much longer one is skipped without the minutes that tokenizing
@@ -51,6 +52,7 @@ class PromptStream:
         *,
         seed: int = 0,
         context_length: int | None = None,
+        name: str = "[prompts]",
     ) -> None:
         self.columns = table.other_columns
         """All columns but the prompts."""
@@ -65,7 +67,7 @@ class PromptStream:
         self._table, self._tokenizer, self._seed, self._shuffle = table, tokenizer, seed, prompts.shuffle
         self._samples_per_prompt, self._max_new_tokens = rollout.samples_per_prompt, rollout.max_new_tokens
         self._levels = _levels(table, prompts.curriculum) if prompts.curriculum else None
-        self._context_length = context_length
+        self._context_length, self._name = context_length, name
         self._limits = {SKIP_TOO_LONG: prompts.max_tokens} if prompts.max_tokens else {}
         if context_length is not None:
             self._limits[SKIP_NO_ROOM] = context_length - 1
@@ -85,9 +87,11 @@ class PromptStream:
         """Prompts of one pass."""
         return len(self._table)
 
-    def survey(self) -> Counter[str]:
-        """Tokenize all prompts, and count those that will be skipped in each pass, by reason."""
-        return Counter(reason for row in range(len(self._table)) if (reason := self._prompt(row).lost))
+    def survey(self, most: int = 0) -> Counter[str]:
+        """Tokenize all prompts, or the first ones, and count those that a pass skips or has cut short, by reason."""
+        prompts = map(self._prompt, range(len(self._table))[: most or None])
+        reasons = (one.lost or CUT_SHORT * self._is_cut(one.tokens) for one in prompts)
+        return Counter(filter(None, reasons))
 
     def batch(self, numbers: Sequence[int], *, group_size: int = 1) -> tuple[list[Sample], dict[int, str]]:
         """Return the samples of the leases with these numbers, and why some of them cannot be made, by number.
@@ -102,14 +106,17 @@ class PromptStream:
             pass_number, place = divmod(position, len(self._table))
             prompt = self._prompt(row := self._order(pass_number)[place])
             if not prompt.lost:
-                self._check_room(len(prompt.tokens))
+                if self._is_cut(prompt.tokens):
+                    sizes = f"{len(prompt.tokens)} tokens and max_new_tokens = {self._max_new_tokens}"
+                    where = f"a prompt of {sizes} exceed the context of {self._context_length}"
+                    self._warn_once("Some responses will be cut short", where)
                 samples += [dataclasses.replace(prompt, id=one, group=position) for one in ids]
                 continue
             skipped[number] = prompt.lost
             if repeat == 0:  # else it is counted
                 self.skipped[prompt.lost] += 1
                 where = f"first in {self._table.where(row)}; others are only counted"
-                self._warn_once(f"Skipping prompts: {prompt.lost}", where)
+                self._warn_once(f"Skipping prompts {prompt.lost}", where)
         return samples, skipped
 
     def _order_of(self, pass_number: int) -> Sequence[int]:
@@ -152,16 +159,11 @@ class PromptStream:
     def _warn_once(self, topic: str, details: str) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
-            logger.warning("%s (%s).", topic, details)
+            logger.warning("%s: %s (%s).", self._name, topic, details)
 
-    def _check_room(self, length: int) -> None:
-        """Warn once if a prompt leaves less room than a response may need."""
-        if self._context_length is not None and length + self._max_new_tokens > self._context_length:
-            room = self._context_length - length
-            self._warn_once(
-                "Some responses will be cut short",
-                f"a prompt of {length} tokens leaves room for {room}, not for max_new_tokens = {self._max_new_tokens}",
-            )
+    def _is_cut(self, tokens: Sequence[int]) -> bool:
+        """Whether a prompt leaves less room than a response may need."""
+        return self._context_length is not None and len(tokens) + self._max_new_tokens > self._context_length
 
 
 def _levels(table: PromptTable, curriculum: str) -> list[float]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coati.config import PromptSettings, RolloutSettings
 from coati.errors import DataError
-from coati.prompts.stream import SKIP_TOO_LONG, PromptStream
+from coati.prompts.stream import CUT_SHORT, SKIP_TOO_LONG, PromptStream
 from coati.prompts.table import PromptTable
 
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<bot>", "a", "b", "c", "d", "e"]
@@ -51,7 +51,7 @@ def table_of(*prompts, **columns):
     return PromptTable(rows=rows, source="test.jsonl")
 
 
-def stream_of(table, tokenizer=TOKENIZER, *, seed=0, context_length=None, **options):
+def stream_of(table, tokenizer=TOKENIZER, *, seed=0, context_length=None, name="[prompts]", **options):
     options = {"shuffle": False, "prompts_per_batch": 2, "max_new_tokens": 1, **options}
     prompts, rollout = (
         {name: value for name, value in options.items() if name in kind.model_fields}
@@ -59,7 +59,7 @@ def stream_of(table, tokenizer=TOKENIZER, *, seed=0, context_length=None, **opti
     )
     settings = PromptSettings(path="test.jsonl", **prompts), RolloutSettings(**rollout)
     assert len(prompts) + len(rollout) == len(options)
-    return PromptStream(table, tokenizer, *settings, seed=seed, context_length=context_length)
+    return PromptStream(table, tokenizer, *settings, seed=seed, context_length=context_length, name=name)
 
 
 def batches_of(stream, size=2, samples_per_prompt=1):
@@ -161,11 +161,14 @@ def test_unusable_prompts_are_counted_by_reason_and_keep_their_ids(caplog):
     skips = [record.getMessage() for record in caplog.records if "Skipping" in record.getMessage()]
     assert len(skips) == 2  # once per reason, not once per prompt
     assert "row 1" in skips[0]
+    assert "[prompts]" in skips[0]
 
 
-def test_a_survey_counts_what_every_pass_skips():
-    table = table_of(*["a b c"] * 3, "a")
-    assert stream_of(table, max_tokens=2).survey() == {SKIP_TOO_LONG: 3}
+def test_a_survey_counts_what_every_pass_skips_and_cuts_short():
+    table = table_of(*["a b c"] * 3, "a", "a")
+    stream = stream_of(table, max_tokens=2, context_length=8, max_new_tokens=7)
+    assert stream.survey() == {SKIP_TOO_LONG: 3, CUT_SHORT: 2}
+    assert stream.survey(4) == {SKIP_TOO_LONG: 3, CUT_SHORT: 1}
 
 
 def recording_tokenizer(tokenized):
@@ -207,9 +210,11 @@ def test_a_prompt_needs_room_for_one_new_token():
 
 def test_responses_that_the_context_will_cut_short_are_announced_once(caplog):
     with caplog.at_level(logging.WARNING):
-        list(itertools.islice(batches_of(stream_of(table_of("a", "b"), context_length=8, max_new_tokens=7)), 3))
+        stream = stream_of(table_of("a", "b"), context_length=8, max_new_tokens=7, name="[[eval]] held-out")
+        list(itertools.islice(batches_of(stream), 3))
     (record,) = caplog.records
     assert "cut short" in record.getMessage()
+    assert "[[eval]] held-out" in record.getMessage()
 
 
 def test_a_table_without_a_usable_prompt_is_an_error():
