@@ -18,7 +18,9 @@ class Actor:
         self.error, self.has_weights = None, True
 
     def report(self, record_cursor, span_cursor):
-        progress = Progress("working", version=0, num_samples=0, num_waiting=3, has_weights=self.has_weights)
+        progress = Progress(
+            "working", version=0, num_samples=0, num_waiting=3, has_weights=self.has_weights, num_made=8
+        )
         return Report(progress, self.records.since(record_cursor), self.spans.since(span_cursor))
 
     def stop(self):

@@ -73,7 +73,7 @@ class SynchronousRun(PlainPPOTrainer):
 
     def run(self, model_path: str) -> None:
         """Train as the config says, and save the actor to `model_path`, a folder that transformers loads."""
-        self._log.state.message = ""
+        self._log.state.message, self._log.state.num_made = "", self._buffer.num_made
         self._log.begin()
         try:
             self.train()
@@ -133,6 +133,7 @@ class SynchronousRun(PlainPPOTrainer):
 
     def _report(self) -> None:
         """Log what both have recorded, the maker's first: it is older."""
+        self._log.state.num_made = self._buffer.num_made
         for name, one in ((_MAKER, self.maker), (_TRAINER, self)):
             report = one.report(*self._cursors[name])
             self._cursors[name] = report.records.cursor, report.spans.cursor

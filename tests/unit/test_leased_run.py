@@ -316,3 +316,4 @@ def test_lost_calls_and_lost_answers_lose_and_double_nothing(tmp_path):
     account = audit_run(tmp_path)
     assert account.problems == []
     assert account.oldest <= 2
+    assert sum(trainer.progress().num_made for trainer in run.trainers) == account.num_made >= len(trained)

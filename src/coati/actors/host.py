@@ -49,6 +49,7 @@ class Progress(NamedTuple):
     num_batches: int = 0  # steps of a trainer
     num_waiting: int = 0  # whole batches in its buffer
     has_weights: bool = True  # whether all weights of a maker came from a trainer
+    num_made: int = 0  # samples that a trainer has taken in
 
 
 class Report(NamedTuple):

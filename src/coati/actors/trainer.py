@@ -199,7 +199,7 @@ class Trainer(Worker, ABC):
     def progress(self) -> Progress:
         """Return where this trainer stands."""
         counts = self._num_samples, self._num_batches, self._buffer.get_length()
-        return Progress(self._state, self.version, *counts)
+        return Progress(self._state, self.version, *counts, num_made=self._buffer.num_made)
 
     # What the loop calls. It waits only inside `next_batch`, `publish`, `agree` and `finish`.
 

@@ -67,7 +67,8 @@ def show(console: Console, run: RunFolder) -> None:
         console.print(f"  {name}: {value}")
     with contextlib.suppress(CheckpointError):  # it has no journal, or none yet
         account = audit_run(run.path)
-        console.print(f"  samples: {account.num_made:,} made, {account.num_trained:,} trained on")
+        rate = f" ({account.num_made / times.elapsed:,.1f}/s)" if times is not None and times.elapsed > 0 else ""
+        console.print(f"  samples: {account.num_made:,} made{rate}, {account.num_trained:,} trained on")
         show_losses(console, account)
     if found := curves(run):
         table = Table("", "over training steps", "first → last", title="Learning", title_justify="left")

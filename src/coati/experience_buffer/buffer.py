@@ -41,6 +41,7 @@ class SampleBuffer(ABC):
         self.last_progress = 0.0
         """When a maker last said that it is at work on something else, by the monotonic clock."""
         self.num_sampled = 0  # samples that have come out in batches
+        self.num_made = 0  # samples that makers have made for their leases: delivered, and taken in
         # Guards everything; never held while waiting for room or for a batch.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -188,6 +189,7 @@ class LeasedBuffer(SampleBuffer):
                 self._ledger.events[-1] |= {"written_by": [*map(written_by, made)], "scored_by": scored_by}
             for lease in fresh:
                 self._delivered[lease.number] = groups[lease]
+            self.num_made += len(fresh) * size
 
     def mark_trained(self, version: int) -> None:
         """The batches sampled so far made weights of this version."""
@@ -297,6 +299,7 @@ class LeasedBuffer(SampleBuffer):
                 self._delivered.setdefault(Lease(*item.lease or ()).number, []).append(item)
             self._in_training = {number: self._delivered.pop(number) for number in self._ledger.picked}
             self._picked.extend(item for group in self._in_training.values() for item in group)
+            self.num_made = self.num_sampled + self.num_items_waiting
             resume = {"resume": self._ledger.version, "events": state["events"], "first_epoch": first_epoch}
             other = {"state": state["ledger"]} if is_other else {}
             self._ledger.events = [resume | {"rules": dataclasses.asdict(self.rules)} | other]

@@ -113,14 +113,11 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
         facts.append((f"mean reward, first and last {versions}", f"{first:.3f} → {last:.3f}"))
     if run.metrics:
         facts.append(("training steps", f"{max(row['step'] for row in run.metrics):,}"))
-    samples = sum(value for _, value in run.series("maker/samples"))
     for kind in ("makers", "trainers"):
         if restarts := run.series(f"restarts/{kind}")[-1:]:
             facts += [(f"restarts of {kind}", f"{restarts[0][1]:,.0f}")] * bool(restarts[0][1])
     if times is not None:
         facts.append(("time, without start-up and pauses", format_seconds(times.elapsed)))
-        if samples and times.elapsed > 0:
-            facts.append(("samples per second", f"{samples / times.elapsed:,.1f}"))
     return facts
 
 

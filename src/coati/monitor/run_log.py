@@ -31,7 +31,7 @@ class RunSnapshot:
     reward: float | None = None  # mean reward of the newest samples
     kl: float | None = None  # KL to the initial model, in nats per sample
     buffer_batches: int | None = None  # batches waiting in the replay buffer
-    num_made: int = 0  # samples that makers have made
+    num_made: int = 0  # samples that makers have made: delivered, and taken in by a trainer
     num_trained: int = 0  # samples that were trained on; the later epochs of a version count as a part of them
     samples_per_second: float | None = None  # made during the last steps
     seconds_per_step: float | None = None  # of the last steps
@@ -70,7 +70,7 @@ class RunLog:
         on_begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.state = RunSnapshot(total_steps=total_steps)
-        """Where the run stands. What the log does not see its owner writes there: message, restarts, the buffer."""
+        """Where the run stands. What the log does not see its owner writes there: message, restarts, buffer, made."""
         self.stop_reason = ""
         """Why an evaluation has ended the run."""
         self._folder = folder
@@ -129,8 +129,6 @@ class RunLog:
         self._last_row = int([{"step": 0}, *rows, *self._rows][-1]["step"])
         self._maker_version = self._next_sampled_version = version
         self._show(next((row for row in reversed(rows) if "reward/mean" in row), {}))
-        made = [*rows, *map(values_of, self._made.values())]
-        self.state.num_made = int(sum(numbers.get("maker/samples", 0.0) for numbers in made))
         self.stand_at(step, version)
 
     def take(self, actor: str, records: Iterable[Mapping[str, Any]], spans: Sequence[Span] = ()) -> None:
@@ -160,7 +158,6 @@ class RunLog:
         # A late record of an older version counts with the current one, if the row of its own is written.
         made_by = version if version in self._made else self._maker_version
         merge_metrics(self._made.setdefault(made_by, {}), record["metrics"])
-        self.state.num_made += int(record["metrics"]["maker/samples"].value)
         if record["samples"] and version >= self._next_sampled_version:
             self._next_sampled_version = version + 1
             self._append("samples", [{"version": version, **sample} for sample in record["samples"]])
@@ -203,6 +200,8 @@ class RunLog:
     def snapshot(self) -> RunSnapshot:
         """Return where the run stands."""
         clock, now = self._clock(), self.state
+        if now.num_made < self._marks[-1][2]:  # trainers were started again from a checkpoint
+            self._note_pace()
         if now.step > self._marks[-1][1]:
             self._marks.append((clock, now.step, now.num_made))
         (first, first_step, first_made), (last, last_step, _) = self._marks[0], self._marks[-1]

@@ -27,6 +27,7 @@ class RunActor:
     job: "Future[Any] | None" = None  # what it was asked to do last: a maker its loop, a trainer to sync, fit or save
     failure: BaseException | None = None  # that it is gone, or what was raised when it was asked for a report
     has_weights: bool = False  # whether a maker has its first ones
+    num_made: int = 0  # samples that a trainer has taken in
     question: "Future[Any] | None" = None  # that for a report, until it is answered
     asked_at: float = 0.0
     cursors: tuple[int, int] = 0, 0  # up to which its records and spans were read

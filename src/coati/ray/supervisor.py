@@ -179,7 +179,9 @@ class Supervisor:
     def _read(self, actor: RunActor, report: Report) -> None:
         if actor.state == "loading":
             actor.state = "loaded"
-        actor.has_weights = report.progress.has_weights
+        actor.has_weights, actor.num_made = report.progress.has_weights, report.progress.num_made
+        if self.trainers:
+            self._log.state.num_made = sum(trainer.num_made for trainer in self.trainers.values())
         if not self.has_begun:  # nothing is logged: the folder may still hold an earlier run
             return
         records = report.records.records

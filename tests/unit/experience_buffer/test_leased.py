@@ -109,6 +109,7 @@ def test_the_leases_of_a_maker_that_is_gone_go_to_others_and_what_it_delivers_is
     assert story.sample() == [20_000, 20_001]
     story.deliver(old + new)
     assert story.buffer.num_items_waiting == 0, "nothing twice"
+    assert story.buffer.num_made == 2
 
 
 def test_a_maker_whose_leases_were_released_may_get_them_again_and_only_the_new_ones_count(story):
@@ -126,8 +127,10 @@ def test_what_was_granted_after_a_checkpoint_is_refused_after_every_restart(monk
     distances = iter([7, 3])
     monkeypatch.setattr("secrets.randbits", lambda bits: next(distances))
     first, second, third = Story(), Story(), Story()
+    first.deliver(first.ask(1, maker="a"))
     first.ask()
     second.buffer.restore(*first.buffer.state())
+    assert second.buffer.num_made == 1
     between = second.buffer.state()  # leases wait to be granted again, with epochs of the second start
     held = second.ask(maker="b")
     third.buffer.restore(*between)

@@ -95,6 +95,7 @@ def test_what_was_made_twice_is_shown_below_the_account(tmp_path, capsys):
     assert account.table()[-1] == ("leased", "", 3, 6)
     audit(tmp_path)
     below = capsys.readouterr().out.partition("leased")[2]
+    assert "Made: 2 samples" in below
     assert "slow maker" in below
     assert "refused" in below
 
