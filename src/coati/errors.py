@@ -1,8 +1,21 @@
 """Every exception that coati raises on purpose. Each takes exactly one string, so it survives pickling across Ray."""
 
+import os
+import re
+
 
 class CoatiError(Exception):
     """Base of all errors that coati raises on purpose."""
+
+
+def error_text(error: BaseException) -> str:
+    """Return what people are told: message and notes, without the values of environment variables that are secret."""
+    kind = "" if isinstance(error, CoatiError) else f"{type(error).__name__}: "
+    text = "\n  ".join([f"{kind}{error}", *getattr(error, "__notes__", ())])
+    for variable, value in os.environ.items():
+        if len(value) >= 8 and re.search("KEY|TOKEN|SECRET|PASSWORD", variable):
+            text = text.replace(value, f"<{variable}>")
+    return text
 
 
 class ConfigError(CoatiError, ValueError):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from coati.config import RunSettings, dump_config, load_config
 from coati.config.plan import read_json
-from coati.errors import ConfigError
+from coati.errors import ConfigError, error_text
 from coati.monitor import read_jsonl
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ MARKER = ".coati-run"
 _RESULTS = ("samples.jsonl", "checkpoints", "model", "model-at-failure", "best")
 _RECORDS = (
     *("config.toml", "metrics.jsonl", "spans.jsonl", "quarantine.jsonl", "tensorboard", "trackers", "report.html"),
-    *("ledger", "ray-logs", "warnings.log", "evaluations.jsonl", "evaluations"),
+    *("ledger", "ray-logs", "warnings.log", "evaluations.jsonl", "evaluations", "error.txt"),
 )
 _CONTROL = "control.json"
 
@@ -87,26 +87,39 @@ def open_run_folder(
     """Make the output folder and hold it for a run inside the `with` block.
 
     Gives a function to call when training begins: it deletes what an earlier run wrote, unless that one is resumed, and
-    writes the settings. ConfigError if the folder cannot be used (see `check_run_folder`) or written.
+    writes the settings. ConfigError if the folder cannot be used (see `check_run_folder`) or written. What ends the
+    block is written to `error.txt`, unless the folder still holds an earlier run.
     """
     folder = config.output_folder
     check_run_folder(config, overwrite=overwrite or is_resumed)
+    is_own = is_resumed or not any((folder / name).exists() for name in _RESULTS)
+
+    def begin() -> None:
+        nonlocal is_own
+        is_own = True
+        _begin(config, is_resumed=is_resumed)
+
     with contextlib.ExitStack() as stack:
         with _as_config_error(folder):
             stack.enter_context(_held(folder, is_sync=is_sync))
             _delete(folder, [_CONTROL])
-        yield lambda: _begin(config, is_resumed=is_resumed)
+        try:
+            yield begin
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                if is_own:
+                    (folder / "error.txt").write_text(error_text(error), encoding="utf-8", errors="replace")
+            raise
 
 
 def _begin(config: RunSettings, *, is_resumed: bool) -> None:
     folder = config.output_folder
     with _as_config_error(folder):
         path, settings = folder / "config.toml", dump_config(config.with_absolute_paths())
-        if not is_resumed:
-            _delete(folder, _RESULTS + _RECORDS)
-        elif path.read_text(encoding="utf-8") == settings:
-            return
-        else:
+        _delete(folder, ("error.txt",) if is_resumed else _RESULTS + _RECORDS)
+        if is_resumed:
+            if path.read_text(encoding="utf-8") == settings:
+                return
             shutil.copyfile(path, folder / "ledger" / f"config-{len(earlier_settings(folder))}.toml")
         written = path.with_name(".config.toml")
         written.write_text(settings, encoding="utf-8")

@@ -108,6 +108,7 @@ def test_a_synchronous_run_that_fails_says_what_was_saved(film_run, coati_here, 
     assert "no such lexicon" in finished.stderr
     assert ("was saved" in finished.stderr) == can_save
     assert ("no space left" in finished.stderr) != can_save
+    assert (tmp_path / "out" / "error.txt").read_text().strip() in finished.stderr
     if can_save:
         AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model-at-failure")
         AutoTokenizer.from_pretrained(tmp_path / "out" / "model-at-failure")

@@ -1,5 +1,6 @@
 """The output folder of a run: other files are not touched, and an earlier run stays until a new one trains."""
 
+import contextlib
 import os
 import socket
 import sys
@@ -9,7 +10,7 @@ import pytest
 
 from coati.cli.main import main
 from coati.config import build_config, load_config
-from coati.errors import ConfigError
+from coati.errors import ConfigError, RewardError
 from coati.run_folder import (
     MARKER,
     RUN_FILES,
@@ -86,6 +87,29 @@ def test_an_earlier_run_is_there_until_the_new_one_trains(config, tmp_path):
         assert (tmp_path / "out" / "model" / "weights").read_text() == "earlier"
         begin()
         assert names(tmp_path) == {MARKER, "config.toml"}
+
+
+def test_a_run_that_fails_says_why_in_its_folder_and_only_there(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "swordfish-123")
+    out = tmp_path / "out"
+
+    def fail(*, begins, error, **options):
+        error.add_note("The model after step 3 was saved")
+        with contextlib.suppress(type(error)), open_run_folder(config, **{"overwrite": True, **options}) as begin:
+            if begins:
+                begin()
+            raise error
+
+    fail(begins=False, error=ConfigError("no such model"))
+    assert not (out / "error.txt").exists(), "it is the earlier run's folder"
+    fail(begins=True, error=RewardError("401 for swordfish-123"))
+    assert (out / "error.txt").read_text() == "401 for <JUDGE_API_KEY>\n  The model after step 3 was saved"
+    with open_run_folder(config, overwrite=False, is_resumed=True) as begin:
+        assert (out / "error.txt").exists(), "until it trains"
+        begin()
+        assert not (out / "error.txt").exists()
+    fail(begins=False, error=ValueError("what nobody expected"), is_resumed=True)
+    assert (out / "error.txt").read_text().startswith("ValueError: what nobody expected\n")
 
 
 def test_overwrite_deletes_what_runs_write_and_nothing_else(config, tmp_path):

@@ -16,7 +16,7 @@ from coati.cli.report import report
 from coati.cli.reward import check
 from coati.cli.train import EXIT_STOPPED, train
 from coati.counting import counted
-from coati.errors import CoatiError, RunStopped
+from coati.errors import CoatiError, RunStopped, error_text
 from coati.run_folder import MAX_MAKERS, ask_for_makers
 
 app = typer.Typer(
@@ -74,9 +74,8 @@ def main() -> None:
         typer.echo(f"coati: {stop}", err=True)
         sys.exit(EXIT_STOPPED)
     except CoatiError as error:
-        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
-        typer.echo(f"{error}{notes}", err=True)
+        typer.echo(error_text(error), err=True)
         sys.exit(2)
 
 

@@ -63,6 +63,8 @@ def show(console: Console, run: RunFolder) -> None:
     """Print the few facts, the course of the metrics, samples, and where the time went."""
     times = run_times(run.spans)
     console.print(run.path.resolve().name, style="bold")
+    if run.error:
+        console.print(f"  failed (error.txt): {_short(run.error)}", style="red", soft_wrap=True)
     for name, value in headline(run, times):
         console.print(f"  {name}: {value}")
     with contextlib.suppress(CheckpointError):  # it has no journal, or none yet
@@ -82,11 +84,11 @@ def show(console: Console, run: RunFolder) -> None:
             text = Text.assemble((_short(sample["prompt"]), "dim"), " ", _short(sample["response"]))
             table.add_row(str(sample["version"]), f"{sample['reward']:.3f}", text)
         console.print(table)
-    if times is None:
-        console.print("The run wrote no spans (logging.spans_kept), so there is no table of times.")
-    else:
+    if times is not None:
         console.print(time_table(times))
         console.print(times.verdict())
+    elif run.metrics:
+        console.print("The run wrote no spans (logging.spans_kept), so there is no table of times.")
 
 
 def _short(text: str) -> str:

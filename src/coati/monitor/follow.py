@@ -15,7 +15,6 @@ import functools
 import json
 import logging
 import os
-import re
 import select
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, Final, NamedTuple
 
 from coati.background import run_in_background
+from coati.errors import error_text
 from coati.monitor.metrics import parse_jsonl
 from coati.monitor.trackers import TRACKERS, TrackedRun, Tracker
 
@@ -185,11 +185,7 @@ def _main_of_process(folder: Path, name: str) -> None:
     try:
         main(folder, name, is_live=True)
     except BaseException as error:  # packages may exit
-        text = f"{type(error).__name__}: {error}"
-        for variable, value in os.environ.items():
-            if len(value) >= 8 and re.search("KEY|TOKEN|SECRET|PASSWORD", variable):
-                text = text.replace(value, f"<{variable}>")
-        os.write(report, text.encode(errors="backslashreplace"))
+        os.write(report, error_text(error).encode(errors="backslashreplace"))
         os.close(report)  # the driver need not wait for what packages do at the end of a process
         sys.exit(1)
 

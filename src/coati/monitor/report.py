@@ -68,6 +68,7 @@ class RunFolder:
     metrics: list[dict[str, Any]]  # one row of numbers per training step
     samples: list[dict[str, Any]]
     spans: dict[str, list[Span]]  # what each actor did when
+    error: str = ""  # why it failed
 
     def series(self, metric: str) -> list[tuple[float, float]]:
         """Return the finite values of one metric, with their training steps."""
@@ -80,7 +81,8 @@ def read_run(path: Path) -> RunFolder:
     rule = f"RUN_FOLDER must be the output folder of a run (its run.output), got {str(path)!r}"
     if not path.is_dir():
         raise ConfigError(f"{rule}, which {'is a file' if path.exists() else 'does not exist'}.")
-    if not (path / _METRICS).exists() and not (path / _SPANS).exists():
+    why = file.read_text(encoding="utf-8") if (file := path / "error.txt").is_file() else ""
+    if not (path / _METRICS).exists() and not (path / _SPANS).exists() and not why:
         raise ConfigError(f"{rule}, which has neither {_METRICS} nor {_SPANS}.")
     metrics, samples, rows = map(_rows, (path / _METRICS, path / "samples.jsonl", path / _SPANS))
     spans: dict[str, list[Span]] = {}
@@ -89,8 +91,8 @@ def read_run(path: Path) -> RunFolder:
             spans.setdefault(row.pop("actor"), []).append(Span(**row))
     except (KeyError, TypeError) as error:
         raise DataError(f"{path / _SPANS} cannot be read: {error}. Restore the file.") from None
-    run = RunFolder(path=path, metrics=metrics, samples=samples, spans=spans)
-    if not run.metrics and not run.spans:
+    run = RunFolder(path=path, metrics=metrics, samples=samples, spans=spans, error=why)
+    if not run.metrics and not run.spans and not why:
         raise ConfigError(f"the run in {str(path)!r} has written nothing yet. Try again after its first step.")
     return run
 

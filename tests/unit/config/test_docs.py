@@ -122,7 +122,7 @@ def test_troubleshooting_quotes_the_messages_before_a_run_as_they_are(dry_run, m
         dry_run("prompts.path=texts.jsonl"),
         dry_run("algorithm=grpo", "rollout.samples_per_prompt=3"),
         dry_run("rollout.generate.max_tokens=5"),
-        dry_run("run.output=runs/film"),
+        dry_run("run.output=runs/film", dry_run=False),
         dry_run("run.output=other", overwrite=True),
         in_use,
         dry_run("run.output=runs/film", "model.path=runs/film/model", overwrite=True),

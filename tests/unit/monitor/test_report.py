@@ -241,6 +241,16 @@ def test_a_run_without_spans_or_samples_has_a_report(folder, tmp_path, capsys):
     assert "no spans" in capsys.readouterr().out
 
 
+def test_the_report_of_a_run_that_failed_says_why(folder, tmp_path, capsys):
+    (folder / "error.txt").write_text("the judge [404] is gone\n")
+    report(folder)
+    assert "the judge [404] is gone" in capsys.readouterr().out
+    for name in ("metrics.jsonl", "spans.jsonl", "samples.jsonl"):  # before its first step
+        (folder / name).unlink()
+    report(folder)
+    assert "the judge [404] is gone" in capsys.readouterr().out
+
+
 def test_folders_that_are_no_runs_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         read_run(tmp_path / "nowhere")
