@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coati.config import RunSettings, build_config, load_config
+from coati.config import Overrides, RunSettings, build_config, load_config, parse_overrides
 from coati.errors import CheckpointError, ConfigError
 from coati.monitor import RunLog, RunSnapshot, Tracker, read_jsonl
 from coati.monitor.follow import following
@@ -85,6 +85,10 @@ class RunResult:
         """(weight version, mean reward of the samples that it wrote)."""
         return [(row["version"], row["reward/mean"]) for row in self._rows() if "reward/mean" in row]
 
+    def __repr__(self) -> str:
+        how = "stopped" if self.was_stopped else "done"
+        return f"<RunResult in {str(self.folder)!r}: {how}, {self.num_samples:,} samples, {self.seconds:.0f} s>"
+
     def _rows(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
         return read_jsonl(path) if path.is_file() else []  # a disk that was full loses no run
@@ -97,7 +101,7 @@ def train(
     reward: Callable[..., Any] | None = None,
     learner: Callable[..., PPOLearner] | None = None,
     maker: Callable[..., Any] | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     sync: bool = False,
     address: str | None = None,
     overwrite: bool = False,
@@ -113,7 +117,7 @@ def train(
         reward: a function over prompts, completions and the dataset's columns, which replaces `[reward]`.
         learner: makes the learner: a subclass of `coati.PPOLearner`, for example.
         maker: makes the maker: a subclass of `coati.NaiveExperienceMaker`, for example.
-        overrides: `section.key=value` each, as `--set` takes them.
+        overrides: a table of settings, nested or with dotted keys, or texts as `--set` takes them.
         sync: train in this process, without Ray.
         address: the Ray cluster to join; None starts a private one.
         overwrite: replace an earlier run in the output folder.
@@ -162,16 +166,16 @@ def choose_settings(
     config: str | os.PathLike[str] | Mapping[str, Any] | RunSettings | None,
     *,
     resume: str | os.PathLike[str] | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     reward: Callable[..., Any] | None = None,
     sync: bool = False,
 ) -> RunSettings:
     """Return the settings that a run has; the arguments are those of `train`."""
-    overrides = list(overrides)
+    overrides = parse_overrides(overrides)
     if reward is not None:  # it takes the place of whatever `[reward]` names
-        overrides += [f"reward.function={_name_of(reward)}", "reward.model=''", "reward.terms=[]", "reward.options={}"]
+        overrides |= {"reward.function": _name_of(reward), "reward.model": "", "reward.terms": [], "reward.options": {}}
     if sync:  # one process takes turns, so every sample comes from the newest weights
-        overrides.append("topology.max_staleness=0")
+        overrides["topology.max_staleness"] = 0
     if (config is None) == (resume is None):
         raise ConfigError("a run needs settings, or the folder of a run to resume (--resume), and not both.")
     if resume is not None:

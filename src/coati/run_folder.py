@@ -16,11 +16,11 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from coati.config import RunSettings, dump_config, load_config
+from coati.config import Overrides, RunSettings, dump_config, load_config, parse_overrides
 from coati.config.plan import read_json
 from coati.errors import ConfigError, error_text
 from coati.monitor import read_jsonl
@@ -96,8 +96,17 @@ def open_run_folder(
 
     def begin() -> None:
         nonlocal is_own
-        is_own = True
-        _begin(config, is_resumed=is_resumed)
+        with _as_config_error(folder):
+            path, settings = folder / "config.toml", dump_config(config.with_absolute_paths())
+            is_own = True
+            _delete(folder, ("error.txt",) if is_resumed else _RESULTS + _RECORDS)
+            if is_resumed:
+                if path.read_text(encoding="utf-8") == settings:
+                    return
+                shutil.copyfile(path, folder / "ledger" / f"config-{len(earlier_settings(folder))}.toml")
+            written = path.with_name(".config.toml")
+            written.write_text(settings, encoding="utf-8")
+            written.replace(path)  # a kill leaves the old settings or the new ones
 
     with contextlib.ExitStack() as stack:
         with _as_config_error(folder):
@@ -110,20 +119,6 @@ def open_run_folder(
                 if is_own:
                     (folder / "error.txt").write_text(error_text(error), encoding="utf-8", errors="replace")
             raise
-
-
-def _begin(config: RunSettings, *, is_resumed: bool) -> None:
-    folder = config.output_folder
-    with _as_config_error(folder):
-        path, settings = folder / "config.toml", dump_config(config.with_absolute_paths())
-        _delete(folder, ("error.txt",) if is_resumed else _RESULTS + _RECORDS)
-        if is_resumed:
-            if path.read_text(encoding="utf-8") == settings:
-                return
-            shutil.copyfile(path, folder / "ledger" / f"config-{len(earlier_settings(folder))}.toml")
-        written = path.with_name(".config.toml")
-        written.write_text(settings, encoding="utf-8")
-        written.replace(path)  # a kill leaves the old settings or the new ones
 
 
 def earlier_settings(folder: Path) -> list[Path]:
@@ -251,7 +246,7 @@ def _is_held(folder: Path) -> bool:
 # Continuing a run
 
 
-def resumed_settings(folder: Path, overrides: Sequence[str]) -> RunSettings:
+def resumed_settings(folder: Path, overrides: Overrides) -> RunSettings:
     """Return the settings of the run in a folder, with overrides. Warns of changes; ConfigError for some."""
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"--resume takes the output folder of a run, with its config.toml, got {str(folder)!r}.")
@@ -279,10 +274,9 @@ def changed_settings(before: RunSettings, after: RunSettings) -> dict[str, str]:
     }
 
 
-def _settings(folder: Path, overrides: Sequence[str]) -> RunSettings:
+def _settings(folder: Path, overrides: Overrides) -> RunSettings:
     config = load_config(folder / "config.toml", overrides)
-    is_given = any(override.partition("=")[0].strip() == "run.output" for override in overrides)
-    if is_given:
+    if "run.output" in parse_overrides(overrides):
         return config
     return config.model_copy(update={"run": config.run.model_copy(update={"output": str(folder)})})  # it may have moved
 

@@ -44,7 +44,9 @@ def test_a_file_and_a_function_on_ray(film_run, forked_workers):
         return [float(wanted in text) for text in completions]
 
     seen = []
-    result = coati.train(film_run, reward=good, overrides=["train.total_steps=2"], on_progress=seen.append)
+    result = coati.train(film_run, reward=good, overrides={"train": {"total_steps": 2}}, on_progress=seen.append)
+    assert str(result.folder) in repr(result)
+    assert len(repr(result)) < 200
     assert not result.was_stopped
     assert all(0 <= reward <= 1 for _, reward in result.rewards)
     assert 0 <= result.metrics["reward/mean"] <= 1  # the newest there is
@@ -66,7 +68,7 @@ def test_progress_is_shown_on_a_terminal(film_run, monkeypatch):
 
 def test_what_cannot_run_is_told_before_anything_starts(film_run):
     with pytest.raises(ConfigError, match="one maker"):
-        coati.train(film_run, overrides=["topology.makers=2"], sync=True)
+        coati.train(film_run, overrides={"topology.makers": 2}, sync=True)
     with pytest.raises(ConfigError, match="reward must be"):
         coati.train(film_run, reward=[lambda completions: [0.0]])
     with pytest.raises(ConfigError, match=r"train\.epochs"):

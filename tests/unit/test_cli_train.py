@@ -9,13 +9,23 @@ from coati import entry
 from coati.cli.train import execute
 from coati.config import build_config
 from coati.errors import RunStopped
+from coati.ledger import LedgerRules
+from coati.ledger.audit import Group, RunAccount, StreamAccount
 from coati.monitor.run_log import RunSnapshot
+
+CONFIG = build_config({"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": {"model": "r"}})
+
+
+def test_a_result_is_shown_as_one_line():
+    account = RunAccount([StreamAccount(LedgerRules(samples_per_version=2, total_samples=6))], [])
+    account.streams[0].groups = dict.fromkeys(range(2000), Group("trained"))
+    result = entry.RunResult(config=CONFIG, account=account, num_restarts={}, seconds=12.3, was_stopped=False)
+    assert repr(result) == "<RunResult in 'runs/run': done, 2,000 samples, 12 s>"
 
 
 @pytest.fixture
 def run(monkeypatch):
     """Runs `execute` over a run that does what a function of `on_begin` and `should_stop` does."""
-    config = build_config({"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": {"model": "r"}})
 
     def run(training):
         def fake(config, *, on_begin, should_stop, on_progress, **_):
@@ -23,7 +33,7 @@ def run(monkeypatch):
             return training(on_begin, should_stop)
 
         monkeypatch.setattr(entry, "execute", fake)
-        return execute(config, Console(), sync=True, address=None, verbose=True)
+        return execute(CONFIG, Console(), sync=True, address=None, verbose=True)
 
     return run
 

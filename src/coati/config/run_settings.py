@@ -36,6 +36,7 @@ from coati.errors import ConfigError
 _SOURCE = re.compile(
     r"(^|\.)(model\.(path|reference|tokenizer|critic)|prompts\.path|reward(\.terms\[\d+\])?\.model|search_paths\[\d+\])$"
 )
+Overrides = Sequence[str] | Mapping[str, Any]  # texts, section.key=value each, or a table
 Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Strict(False)]  # a list in TOML
 
 
@@ -240,12 +241,13 @@ class RunSettings(Section):
                 return
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunSettings:
+def load_config(path: Path | None, overrides: Overrides = ()) -> RunSettings:
     """Read settings from a TOML file (or none), apply overrides, check everything.
 
     Relative paths in the file count from its folder if they exist there, else from the working directory. Two defaults
     depend on the file: `run.name` (its stem) and `reward.search_paths` (its folder). Overrides are `section.key=value`
-    each, the value in TOML's spelling; what is not TOML counts as a bare text. ConfigError has one line per problem.
+    each, the value in TOML's spelling (what is not TOML counts as a bare text), or a table of them, nested or with dots
+    in its keys. ConfigError has one line per problem.
 
     >>> load_config(None, ["model.path=m", "prompts.path=p.jsonl", "reward.model=r", "train.epochs=2"]).train.epochs
     2
@@ -262,11 +264,11 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunSettings
     return build_config(data, overrides, source=str(path))
 
 
-def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "") -> RunSettings:
+def build_config(data: Mapping[str, Any], overrides: Overrides = (), *, source: str = "") -> RunSettings:
     """Turn a table of sections into checked settings; `source` is named in errors, the rest is as in `load_config`."""
     sections = copy.deepcopy(dict(data))
-    for override in overrides:
-        _apply_override(sections, override)
+    for key, value in parse_overrides(overrides).items():
+        _apply_override(sections, key, value)
     for name, field in RunSettings.model_fields.items():
         if field.is_required():
             sections.setdefault(name, {})  # so that the error names the settings that are missing
@@ -320,12 +322,28 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
+def parse_overrides(overrides: Overrides) -> dict[str, Any]:
+    """Return the values of settings, by their names with dots."""
+    values: dict[str, Any] = {}
+    if isinstance(overrides, Mapping):
+        for key, value in overrides.items():
+            inner = value.items() if isinstance(value, Mapping) else ()
+            values |= parse_overrides({f"{key}.{name}": one for name, one in inner}) or {key: value}
+        return values
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        try:
+            values[key.strip()] = tomllib.loads(f"value = {text}")["value"] if equals else None
+        except tomllib.TOMLDecodeError:
+            values[key.strip()] = text.strip()
+    return values
+
+
+def _apply_override(data: dict[str, Any], key: str, value: Any) -> None:
+    override, parts = key if value is None else f"{key}={value}", key.split(".")
     if parts == ["algorithm"]:
         parts.append("name")  # the short way, as in the file
-    if not equals or len(parts) < 2 or not all(parts):
+    if value is None or len(parts) < 2 or not all(parts):
         raise ConfigError(
             f"An override must be section.key=value, got {override!r}. For example train.total_steps=200."
         )
@@ -338,7 +356,4 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
             outer = ".".join(parts[: depth + 1])
             raise ConfigError(f"{override!r} sets a key of {outer}, which is not a table. Set {outer} as a whole.")
         table = inner
-    try:
-        table[parts[-1]] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        table[parts[-1]] = text.strip()
+    table[parts[-1]] = value

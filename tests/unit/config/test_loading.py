@@ -67,6 +67,28 @@ def test_overrides_are_toml_values_or_bare_texts():
     assert config.run.output == "a folder"
 
 
+def test_overrides_may_be_a_table_nested_or_with_dotted_keys(tmp_path):
+    overrides = {
+        "run.output": "a folder",
+        "algorithm": "grpo",
+        "train": {"total_steps": 7, "actor_lr": 3e-4},
+        "rollout": {"samples_per_prompt": 4, "generate": {"min_p": 0.2}, "generate.stop_strings": ["."]},
+        "algorithm.correction": "none",
+        "lora": {"rank": 4, "target_modules": ["q", "v"]},
+        "reward": {"function": "", "terms": [{"function": "a:b", "weight": 2.0}], "options": {}},
+    }
+    config = load_config(write(tmp_path, MINIMAL), overrides)
+    assert (config.run.output, config.algorithm.name, config.train.total_steps) == ("a folder", "grpo", 7)
+    assert config.rollout.generate == {"min_p": 0.2, "stop_strings": ["."]}
+    assert config.lora.target_modules == ("q", "v")
+    assert config.reward.terms[0].weight == 2.0
+    assert config.model == load_config(write(tmp_path, MINIMAL)).model
+    with pytest.raises(ConfigError, match=r"train\.epochs"):
+        load_config(None, {"train": {"epochs": 0}})
+    with pytest.raises(ConfigError, match=r"section\.key=value, got 'total_steps=3'"):
+        load_config(None, {"total_steps": 3})
+
+
 @pytest.mark.parametrize("override", ["total_steps=3", "train.total_steps", "train..x=1", "=3"])
 def test_a_malformed_override_says_how_to_write_one(override):
     message = error_of(override)
