@@ -104,9 +104,7 @@ def open_run_folder(
                 if path.read_text(encoding="utf-8") == settings:
                     return
                 shutil.copyfile(path, folder / "ledger" / f"config-{len(earlier_settings(folder))}.toml")
-            written = path.with_name(".config.toml")
-            written.write_text(settings, encoding="utf-8")
-            written.replace(path)  # a kill leaves the old settings or the new ones
+            _write_whole(path, settings)
 
     with contextlib.ExitStack() as stack:
         with _as_config_error(folder):
@@ -119,6 +117,20 @@ def open_run_folder(
                 if is_own:
                     (folder / "error.txt").write_text(error_text(error), encoding="utf-8", errors="replace")
             raise
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Replace a file; a kill leaves the old text or the new one."""
+    written = path.with_name(f".{path.name}.{os.getpid()}")
+    written.write_text(text, encoding="utf-8")
+    written.replace(path)
+
+
+def save_makers(config: RunSettings, makers: int) -> None:
+    """Write a number of makers into the settings of a run that trains, for when it is resumed."""
+    config = config.model_copy(update={"topology": config.topology.model_copy(update={"makers": makers})})
+    with contextlib.suppress(OSError):  # a full disk ends no run
+        _write_whole(config.output_folder / "config.toml", dump_config(config))
 
 
 def earlier_settings(folder: Path) -> list[Path]:
@@ -197,9 +209,7 @@ def ask_for_makers(folder: Path, makers: int) -> None:
             f"the run in {str(folder)!r} was started with --sync and has one maker, in its own process. Start runs "
             "whose number of makers may change without --sync."
         )
-    written = folder / f".{_CONTROL}.{os.getpid()}"
-    written.write_text(json.dumps({"makers": makers}), encoding="utf-8")
-    written.replace(folder / _CONTROL)
+    _write_whole(folder / _CONTROL, json.dumps({"makers": makers}))
 
 
 def asked_makers(folder: Path) -> int | None:

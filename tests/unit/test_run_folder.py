@@ -20,6 +20,8 @@ from coati.run_folder import (
     check_run_folder,
     earlier_settings,
     open_run_folder,
+    resumed_settings,
+    save_makers,
 )
 
 
@@ -217,8 +219,18 @@ def test_a_request_for_makers_is_seen_once(running, monkeypatch, capsys):
         with pytest.raises(SystemExit) as stopped:
             main()
         assert not stopped.value.code
-        assert "for 3" in capsys.readouterr().out
+        assert "3 makers" in capsys.readouterr().out
         assert (asked_makers(running), asked_makers(running)) == (makers, None)
+
+
+def test_a_run_says_how_many_makers_it_is_to_have(config, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["coati", "scale", str(config.output_folder)])
+    for expected in ("1 maker", "5 makers"):
+        with pytest.raises(SystemExit):
+            main()
+        assert expected in capsys.readouterr().out
+        save_makers(config, 5)
+    assert resumed_settings(config.output_folder, ()).topology.makers == 5
 
 
 @pytest.mark.parametrize(

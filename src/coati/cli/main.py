@@ -15,6 +15,7 @@ from coati.cli.eval import evaluate
 from coati.cli.report import report
 from coati.cli.reward import check
 from coati.cli.train import EXIT_STOPPED, train
+from coati.config import load_config
 from coati.counting import counted
 from coati.errors import CoatiError, RunStopped, error_text
 from coati.run_folder import MAX_MAKERS, ask_for_makers
@@ -55,11 +56,13 @@ def _options(
 @app.command()
 def scale(
     folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run that is training.")],
-    makers: Annotated[int, typer.Option(min=1, max=MAX_MAKERS, help="Target number of makers.")],
+    makers: Annotated[int | None, typer.Option(min=1, max=MAX_MAKERS, help="Default: show the present one.")] = None,
 ) -> None:
-    """Change the number of makers of a running job. Its progress shows when they have joined or left."""
-    ask_for_makers(folder, makers)
-    typer.echo(f"Asked the run in {folder} for {counted(makers, 'maker')}.")
+    """Change the target number of makers of a running job. Its progress shows when they have joined or left."""
+    if makers is not None:
+        ask_for_makers(folder, makers)
+    target = makers or load_config(folder / "config.toml").topology.makers
+    typer.echo(f"The target of the run in {folder} is {counted(target, 'maker')}.")
 
 
 def main() -> None:

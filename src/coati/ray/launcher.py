@@ -25,7 +25,7 @@ from coati.monitor.run_log import RunLog, RunSnapshot
 from coati.ray.actor_factory import ActorFactory
 from coati.ray.cluster import HeadWatch, connected
 from coati.ray.supervisor import Supervisor
-from coati.run_folder import asked_makers
+from coati.run_folder import asked_makers, save_makers
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class DetachedRun:
             self._stop()
         elif supervisor.has_begun and (makers := asked_makers(self._folder)) is not None:
             supervisor.wanted = makers
+            save_makers(self.config, makers)
 
     def _stop(self) -> None:
         if not self._supervisor.has_begun:

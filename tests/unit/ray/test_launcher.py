@@ -10,7 +10,7 @@ from fake_actors import Factory, Host
 from ray_testing import Background
 from thread_peers import PATIENCE, ThreadCall
 
-from coati.config import build_config
+from coati.config import build_config, load_config
 from coati.errors import (
     ConfigError,
     DataError,
@@ -541,6 +541,7 @@ def test_makers_join_and_leave_a_run_when_it_is_asked_to(stage):
     assert trainer.released == ["maker-2"]
     assert one.host.killed[0] == "maker-2"
     assert {"1 of 3 makers at work", ""} <= {snapshot.message for snapshot in one.snapshots}
+    assert load_config(one.folder / "config.toml").topology.makers == 3, "when it is resumed"
 
 
 def test_a_constructor_that_fails_ends_the_run_with_its_name(stage):
