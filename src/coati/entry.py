@@ -316,6 +316,8 @@ def _account(folder: Path) -> RunAccount:
 
 def _name_of(function: Callable[..., Any]) -> str:
     """Name a function as `reward.function` does; what cannot be imported again gets a name that only tells it apart."""
-    name = getattr(function, "__name__", type(function).__name__)
-    module = getattr(function, "__module__", None) or "python"
+    name, module = getattr(function, "__name__", None), getattr(function, "__module__", None) or "python"
+    if name is None:  # a functools.partial or an object, to which no name leads
+        name = f"_given_{getattr(getattr(function, 'func', type(function)), '__name__', 'object')}"
+        module = "__main__"
     return f"{module}:{re.sub('[^A-Za-z0-9_]', '_', name)}"

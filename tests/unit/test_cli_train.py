@@ -1,5 +1,6 @@
 """`coati train` and signals: before training it ends at once, then the run is asked to stop."""
 
+import functools
 import signal
 
 import pytest
@@ -8,10 +9,11 @@ from rich.console import Console
 from coati import entry
 from coati.cli.train import execute
 from coati.config import build_config
-from coati.errors import RunStopped
+from coati.errors import ConfigError, RunStopped
 from coati.ledger import LedgerRules
 from coati.ledger.audit import Group, RunAccount, StreamAccount
 from coati.monitor.run_log import RunSnapshot
+from coati.rewards.calling import load_reward_function
 
 CONFIG = build_config({"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": {"model": "r"}})
 
@@ -21,6 +23,21 @@ def test_a_result_is_shown_as_one_line():
     account.streams[0].groups = dict.fromkeys(range(2000), Group("trained"))
     result = entry.RunResult(config=CONFIG, account=account, num_restarts={}, seconds=12.3, was_stopped=False)
     assert repr(result) == "<RunResult in 'runs/run': done, 2,000 samples, 12 s>"
+
+
+class Judge:
+    def __call__(self, completions):
+        return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("reward", "name"), [(functools.partial(max, 3), "__main__:_given_max"), (Judge(), "__main__:_given_Judge")]
+)
+def test_a_reward_that_no_name_leads_to_is_not_saved_under_that_of_another(reward, name):
+    settings = entry.choose_settings(CONFIG, reward=reward)
+    assert settings.reward.function == name
+    with pytest.raises(ConfigError, match="by a program"):
+        load_reward_function(name)
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
 """`coati eval MODEL_OR_RUN`."""
 
 import json
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -85,9 +87,10 @@ def show_evaluation(console: Console, found: "dict[str, Evaluation]", num_shown:
 
     one, *others = found.values()
     size = f"{counted(one.record['prompts'], 'prompt')}, {counted(one.record['samples'], 'sample')}"
-    table = Table(title=f"{one.record['name']}: {size}; mean and 95 % interval", title_justify="left")
-    for name in ("", *found, *["difference"] * len(others)):
-        table.add_column(name, overflow="fold")
+    title = f"{one.record['name']}: {size}; mean and 95 % interval"
+    table = Table("", title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in (*found, *["difference"] * len(others)):
+        table.add_column("\n".join(textwrap.wrap(name, 20)), no_wrap=True)  # as wide as an interval
     for metric, values in one.values.items():
         differences = (paired_difference(values, other.values[metric]) for other in others)
         cells = [each.estimates.get(metric, "no scores") for each in found.values()]

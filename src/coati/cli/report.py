@@ -20,6 +20,7 @@ from coati.monitor.report import (
     chart,
     chosen_samples,
     curves,
+    first_and_last,
     headline,
     read_run,
     run_times,
@@ -76,7 +77,7 @@ def show(console: Console, run: RunFolder) -> None:
         table = Table("", "over training steps", "first → last", title="Learning", title_justify="left")
         for title, points in found.items():
             values = [value for _, value in points]
-            table.add_row(title, sparkline(values), f"{values[0]:,.4g} → {values[-1]:,.4g}")
+            table.add_row(title, sparkline(values), "{:,.4g} → {:,.4g}".format(*first_and_last(values)))
         console.print(table)
     if run.samples:
         table = Table("version", "reward", "prompt and response", title="Samples", title_justify="left")

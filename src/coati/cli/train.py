@@ -18,6 +18,7 @@ from coati.counting import counted
 from coati.entry import RunResult
 from coati.errors import ConfigError, RunStopped
 from coati.monitor.live import LiveView
+from coati.monitor.report import first_and_last
 from coati.monitor.run_log import RunSnapshot
 from coati.run_folder import check_run_folder
 
@@ -56,8 +57,7 @@ def train(
     settings = entry.choose_settings(config, resume=resume, overrides=overrides or [], sync=sync)
     options: dict[str, Any] = {"overwrite": overwrite, "sync": sync, "address": address}
     with console.status("checking settings, models and prompts"):
-        checked = options | {"overwrite": overwrite or dry_run}
-        start = entry.check_run(settings, is_resumed=is_resumed, **checked)
+        start = entry.check_run(settings, is_resumed=is_resumed, **options | {"overwrite": overwrite or dry_run})
     plan = "\n".join([f"Plan of run {settings.run.name!r}", *(f"  {line}" for line in plan_lines(settings))])
     console.print(plan, markup=False, soft_wrap=True)
     if dry_run:
@@ -90,11 +90,11 @@ def _show_lost_prompts(console: Console, config: RunSettings) -> None:
 
 def _show_result(console: Console, result: RunResult) -> None:
     """Print how a run ended, what was lost in it, and where everything is."""
-    rewards, account, folder = result.rewards, result.account, result.folder
+    rewards, account, folder = [reward for _, reward in result.rewards], result.account, result.folder
     console.print(
         f"{'Stopped' if result.was_stopped else 'Done'} after {result.seconds:.0f} s. "
         f"{counted(account.num_made, 'sample')} made, {account.num_trained:,} trained on."
-        + (f" Mean reward {rewards[0][1]:.3f} → {rewards[-1][1]:.3f}." if rewards else "")
+        + (" Mean reward {:.3f} → {:.3f}.".format(*first_and_last(rewards)) if rewards else "")
     )
     if result.stop_reason:
         console.print(f"[yellow]Stopped early[/]: {result.stop_reason}.")

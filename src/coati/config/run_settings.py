@@ -317,8 +317,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
-            f"{path} is not valid TOML: {error}. Check that line: texts need quotes, tables look like [train], and "
-            "nothing is set twice (algorithm = as well as [algorithm], for example)."
+            f"{path} is not valid TOML: {error}. Check that line, and lists before it, which end with ]. Texts need "
+            "quotes, tables look like [train], and nothing is set twice (algorithm = and [algorithm], for example)."
         ) from None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from coati.config import LoRASettings
 from coati.errors import ConfigError, WeightUpdateError
@@ -41,6 +42,7 @@ def add_lora(model: PreTrainedModel | nn.Module, settings: LoRASettings | None, 
         lora_alpha=settings.alpha,
         target_modules=list(settings.target_modules) or "all-linear",
         task_type=task,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     return get_peft_model(model, config)
 

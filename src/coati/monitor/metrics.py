@@ -134,14 +134,15 @@ def cut_jsonl(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> list[di
 
 
 def load_metrics(run: str | Path) -> pandas.DataFrame:
-    """Load the metrics of a run's folder as a pandas DataFrame: a row per training step, by `step`, or NaN."""
+    """Load a run's metrics as a pandas DataFrame: a row per `step`; what is told once in a version is NaN elsewhere."""
     try:
         import pandas
     except ImportError as error:
         raise ConfigError(
             f"load_metrics needs pandas, which cannot be imported ({error}). pip install pandas"
         ) from None
-    return pandas.DataFrame(read_jsonl(Path(run) / "metrics.jsonl")).set_index("step")
+    # The file has the evaluation of the final model in a row of its own, after that of the last step.
+    return pandas.DataFrame(read_jsonl(Path(run) / "metrics.jsonl")).groupby("step").first()
 
 
 def _finite(value: Any) -> Any:

@@ -18,7 +18,6 @@ from coati.monitor.timeline import ACTIVITIES, Span, is_idle
 _METRICS: Final = "metrics.jsonl"
 _SPANS: Final = "spans.jsonl"
 NUM_SAMPLES: Final = 3
-_ENDS: Final = 10  # versions at either end over which the mean reward is taken
 _TERM: Final = "reward/term_"
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _MAX_BARS: Final = 24  # of a sparkline in a table of 80 columns
@@ -109,10 +108,7 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
     facts: list[tuple[str, str]] = []
     rewards = [reward for _, reward in run.series("reward/mean")]
     if rewards:
-        ends = max(1, min(_ENDS, len(rewards) // 4))
-        first, last = sum(rewards[:ends]) / ends, sum(rewards[-ends:]) / ends
-        versions = "version" if ends == 1 else f"{ends} versions"
-        facts.append((f"mean reward, first and last {versions}", f"{first:.3f} → {last:.3f}"))
+        facts.append(("mean reward, first → last", "{:.3f} → {:.3f}".format(*first_and_last(rewards))))
     if run.metrics:
         facts.append(("training steps", f"{max(row['step'] for row in run.metrics):,}"))
     for kind in ("makers", "trainers"):
@@ -121,6 +117,12 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
     if times is not None:
         facts.append(("time, without start-up and pauses", format_seconds(times.elapsed)))
     return facts
+
+
+def first_and_last(values: Sequence[float]) -> tuple[float, float]:
+    """Return the means at either end of a course, over a quarter of its values, at most ten."""
+    ends = max(1, min(10, len(values) // 4))
+    return statistics.fmean(values[:ends]), statistics.fmean(values[-ends:])
 
 
 def curves(run: RunFolder) -> dict[str, list[tuple[float, float]]]:

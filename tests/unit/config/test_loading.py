@@ -356,6 +356,9 @@ def test_bad_toml_names_file_and_line(tmp_path):
     path = write(tmp_path, "[model]\npath = unquoted\n")
     with pytest.raises(ConfigError, match=r"film-1\.toml is not valid TOML.*line 2"):
         load_config(path)
+    path = write(tmp_path, '[lora]\ntarget_modules = ["q"\n[train]\nepochs = 1\n')
+    with pytest.raises(ConfigError, match=r"line 3.*lists before it.*\]"):
+        load_config(path)
 
 
 def test_missing_file_folder_and_encoding(tmp_path):

@@ -6,8 +6,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from coati.cli.eval import show_evaluation
 from coati.config import build_config, dump_config, load_config
+from coati.evaluation.estimates import paired_difference
+from coati.evaluation.evaluator import Evaluation
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
@@ -15,6 +19,20 @@ PAGE = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
 
 def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_an_interval_stays_on_one_line_of_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    counts = {"prompts": 60, "samples": 60, "response_length": 123.4, "cut_fraction": 0.0123, "unscored": 0}
+    one, other = (
+        Evaluation({"name": "set", **counts}, [], {"avg@1": {number: high * (number % 2) for number in range(60)}})
+        for high in (0.2, 0.9)
+    )
+    show_evaluation(Console(), {"/a/long/path/to/runs/film/model": one, "runs/demo/base": other}, 0)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "avg@1" in line]
+    difference = paired_difference(one.values["avg@1"], other.values["avg@1"])
+    assert line.split("   ")[-3:] == [str(one.estimates["avg@1"]), str(other.estimates["avg@1"]), str(difference)]
+    assert len(line) <= 80
 
 
 def test_the_settings_are_settings():

@@ -146,6 +146,13 @@ def test_settings_name_the_rule():
         Actor.from_config(LLAMA, lora=LoRASettings(rank=1, target_modules=("q_proj", "query")))
 
 
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_peft_finds_layers_as_it_is_told(config, recwarn):
+    for model in (Actor, Critic):
+        model.from_config(config, lora=LoRASettings(rank=2))
+    assert [str(warning.message) for warning in recwarn if "fan_in_fan_out" in str(warning.message)] == []
+
+
 def test_rank_zero_leaves_the_model_alone():
     assert not has_adapters(Actor.from_config(LLAMA, lora=LoRASettings()).state_dict())
 

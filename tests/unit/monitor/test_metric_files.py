@@ -42,6 +42,10 @@ def test_metrics_load_as_a_table_by_step(tmp_path):
     assert isinstance(table, pandas.DataFrame)
     assert list(table.index) == [1, 2]
     assert table["policy/loss"].isna().tolist() == [True, False]
+    append_jsonl(tmp_path / "metrics.jsonl", [{"step": 2, "version": 1, "eval/held-out/avg@1": 0.5}])
+    table = load_metrics(tmp_path)
+    assert list(table.index) == [1, 2], "the final model's evaluation is part of the last step"
+    assert table.loc[2, ["version", "policy/loss", "eval/held-out/avg@1"]].tolist() == [0, 0.5, 0.5]
 
 
 def test_without_pandas_the_error_names_the_remedy(tmp_path, monkeypatch):

@@ -12,7 +12,16 @@ from rich.console import Console
 import coati.monitor.report
 from coati.cli.report import report, time_table
 from coati.errors import ConfigError, DataError
-from coati.monitor.report import chart, chosen_samples, curves, headline, read_run, run_times, sparkline
+from coati.monitor.report import (
+    chart,
+    chosen_samples,
+    curves,
+    first_and_last,
+    headline,
+    read_run,
+    run_times,
+    sparkline,
+)
 from coati.monitor.timeline import Span
 
 
@@ -192,6 +201,12 @@ def test_a_chart_goes_from_corner_to_corner_with_its_ends_and_few_points():
     assert points == [(0.0, 50.0), (100.0, 96.0), (400.0, 4.0)]  # y goes down
     long = ElementTree.fromstring(chart("steps", [(float(step), 1.0) for step in range(9999)]))
     assert len(long.find("polyline").get("points").split()) <= 400
+
+
+def test_first_and_last_are_means_of_a_quarter_at_most_ten():
+    assert first_and_last([3.0]) == (3.0, 3.0)
+    assert first_and_last([0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 4.0, 6.0]) == (1.0, 5.0)
+    assert first_and_last([1.0] * 10 + [5.0] * 80 + [2.0] * 10) == (1.0, 2.0)
 
 
 def test_restarts_are_counted(folder):
