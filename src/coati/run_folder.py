@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from coati.config import Overrides, RunSettings, dump_config, load_config, parse_overrides
 from coati.config.plan import read_json
-from coati.errors import ConfigError, error_text
+from coati.errors import ConfigError, RunStopped, error_text
 from coati.monitor import read_jsonl
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def open_run_folder(
             yield begin
         except Exception as error:
             with contextlib.suppress(OSError):
-                if is_own:
+                if is_own and not isinstance(error, RunStopped):
                     (folder / "error.txt").write_text(error_text(error), encoding="utf-8", errors="replace")
             raise
 

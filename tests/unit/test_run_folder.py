@@ -10,7 +10,7 @@ import pytest
 
 from coati.cli.main import main
 from coati.config import build_config, load_config
-from coati.errors import ConfigError, RewardError
+from coati.errors import ConfigError, RewardError, RunStopped
 from coati.run_folder import (
     MARKER,
     RUN_FILES,
@@ -104,6 +104,8 @@ def test_a_run_that_fails_says_why_in_its_folder_and_only_there(config, tmp_path
 
     fail(begins=False, error=ConfigError("no such model"))
     assert not (out / "error.txt").exists(), "it is the earlier run's folder"
+    fail(begins=True, error=RunStopped("stopped"))
+    assert not (out / "error.txt").exists()
     fail(begins=True, error=RewardError("401 for swordfish-123"))
     assert (out / "error.txt").read_text() == "401 for <JUDGE_API_KEY>\n  The model after step 3 was saved"
     with open_run_folder(config, overwrite=False, is_resumed=True) as begin:
