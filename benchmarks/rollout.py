@@ -11,7 +11,7 @@ of the vocabulary end one that, with random weights, lengths are geometric.
 The others: `reference`, transformers' models with our keyed draws; on a CPU also `stock`, the same with torch as it
 comes (all cores, oneDNN on), where the rest has `--threads` and what `coati.devices.set_up_cpu` sets; `vllm`, in a
 separate process (`--vllm-site`: the folder it is installed in, if that is not torch's), which is left out where it
-cannot run.
+cannot run; `invariant`, the native engine with `rollout.batch_invariant`, for a GPU.
 
 Every engine continues random prompts at temperature 1 with no token cut, after one warm-up that is not counted;
 medians of `--repeats`. On a GPU the limit for equal lengths is the memory's: one pass over the weights and over the
@@ -36,8 +36,9 @@ import torch
 from checked import check_device, one_or_more
 from rollout_vllm import TURN, WARMUP_TOKENS, run_vllm, vllm_job, wait_for_turn
 
-ENGINES = ["vllm", "stock", "reference", "native"]
-"""In the order of the rows: the native engine's comes last."""
+INVARIANT = "invariant"
+ENGINES = ["vllm", "stock", "reference", "native", INVARIANT]
+"""In the order of the rows."""
 ON = {"cpu": ["stock", "reference", "native"], "cuda": ["vllm", "reference", "native"]}
 QWEN2 = {
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
@@ -122,9 +123,11 @@ def make_samples(model, case: Case, seed: int):
 
 
 def make_engine(name: str, model, num_slots: int):
+    from coati.models.tiles import set_batch_invariant
     from coati.rollout import NativeEngine, ReferenceEngine
 
-    return NativeEngine(model, num_slots=num_slots) if name == "native" else ReferenceEngine(model)
+    set_batch_invariant(model, name == INVARIANT)
+    return NativeEngine(model, num_slots=num_slots) if name in ("native", INVARIANT) else ReferenceEngine(model)
 
 
 def timed(name: str, engine, case: Case, repeats: int, seconds: float) -> tuple[list[float], object]:
@@ -134,7 +137,7 @@ def timed(name: str, engine, case: Case, repeats: int, seconds: float) -> tuple[
     """
     from coati.rollout import generate
 
-    new_tokens = case.new_tokens if name == "native" else min(WARMUP_TOKENS, case.new_tokens)
+    new_tokens = case.new_tokens if name in ("native", INVARIANT) else min(WARMUP_TOKENS, case.new_tokens)
     short = dataclasses.replace(case, batch=min(case.batch, case.slots), new_tokens=new_tokens)
     generate(engine, make_samples(engine.model, short, seed=0))
     rates: list[float] = []
@@ -223,7 +226,7 @@ class Table:
     def add(self, case: Case, name: str, rates: list[float], **more) -> None:
         rate = statistics.median(rates)
         others = {row["engine"]: row.get("tokens_per_second") for row in self.rows if row["case"] == case.name}
-        times = {f"times_{peer}": rate / others[peer] if others.get(peer) else None for peer in ENGINES[:-1]}
+        times = {f"times_{peer}": rate / others[peer] if others.get(peer) else None for peer in ENGINES[:3]}
         row = {"case": case.name, "engine": name, "tokens_per_second": rate, "rates": rates, **times, **more}
         text = {peer: f"{value:.1f}" if value else "-" for peer, value in times.items()}
         gaps = f"{row['gap_mean']:>9.1e} {row['gap_max']:>8.1e}" if "gap_mean" in row else ""

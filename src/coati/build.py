@@ -24,6 +24,7 @@ from coati.experience_maker import NaiveExperienceMaker
 from coati.ledger import LedgerRules
 from coati.models import Actor, Critic, RewardModel
 from coati.models.calls import context_length_of
+from coati.models.tiles import set_batch_invariant
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import PromptTable, load_prompts, looks_local
 from coati.rewards import RewardScorer, build_reward
@@ -91,10 +92,11 @@ def maker_models(
     path, reference = config.reference_path, None
     if path is not None:
         reference = _loaded(config, "model.reference", path, Actor, dtype=_dtype(config))
-    if config.train.compile:
-        for model in (reference, critic):
-            if model is not None:
-                compile_blocks(model)
+    for model in (actor, critic, reference):
+        if model is not None and config.rollout.batch_invariant:
+            set_batch_invariant(model)
+        elif model is not None and config.train.compile and model is not actor:
+            compile_blocks(model)
     scorer = make_scorer(config, reward, compiled=config.train.compile)
     return actor, critic, scorer, reference
 
@@ -102,6 +104,7 @@ def maker_models(
 def load_actor(config: RunSettings, path: str) -> Actor:
     """Load a policy from a folder or the hub, as a maker would serve it, onto its device."""
     actor: Actor = _loaded(config, "the model", path, Actor, dtype=_dtype(config), device=_device(config))
+    set_batch_invariant(actor, config.rollout.batch_invariant)
     return actor.eval()
 
 
@@ -118,7 +121,9 @@ def make_scorer(
                 "one label, or a trained model that coati.models.RewardModel saved.",
                 path,
             )
-        if compiled:
+        if config.rollout.batch_invariant:
+            set_batch_invariant(model)
+        elif compiled:
             compile_blocks(model)
         return model.eval()
 

@@ -114,6 +114,11 @@ class RolloutSettings(SamplingSettings, section="rollout"):
         "Take new weights between two tokens; every token records its version. false = each response is written by one "
         "version: new weights wait until all that is being written has ended, and nothing is begun meanwhile.",
     )
+    batch_invariant: bool = setting(
+        False,
+        "On a GPU, give each sample the same bits regardless of what is generated and scored beside it; slower "
+        "(performance.md). CPUs always do.",
+    )
     generate: dict[str, Any] = setting(
         {},
         "Further options of transformers' generate, as a table.",
@@ -129,6 +134,9 @@ class RolloutSettings(SamplingSettings, section="rollout"):
 
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         yield from super()._conflicts()
+        if self.batch_invariant and self.engine != "native":
+            remedy = 'Leave it out, or set rollout.engine = "native".'
+            yield "batch_invariant", f'false while rollout.engine is "{self.engine}"', True, remedy
         for option, value in self.generate.items():
             owner = _OWNERS.get(option, option)
             if owner in type(self).model_fields or value is None:

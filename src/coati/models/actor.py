@@ -26,7 +26,7 @@ from coati.models.packing import (
     packed_hidden,
     packing_problem,
 )
-from coati.models.tiles import TILE, is_same_in_any_company, same_in_any_company
+from coati.models.tiles import active_tile, same_in_any_company
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,9 +172,9 @@ def score_actions(
             return score_padded(model, sequences, attention_mask, scoring)
         at, rows, columns = packed.actions(scoring.num_actions)  # before the model: it waits for the device
         hidden = packed.at(packed_hidden(model, packed), at - 1)  # [n, d]
-        tokens, of_rows, tile = packed.tokens[at], rows, 0
-        if is_same_in_any_company():  # whole tiles
-            tile, missing = TILE, -len(at) % TILE
+        tokens, of_rows = packed.tokens[at], rows
+        if tile := active_tile():  # whole tiles
+            missing = -len(at) % tile
             hidden = F.pad(hidden, (0, 0, 0, missing))
             tokens, of_rows = F.pad(tokens, (0, missing)), F.pad(rows, (0, missing))
     head = base_of(model).get_output_embeddings()

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from coati.models.tiles import is_same_in_any_company, padded_length
+from coati.models.tiles import active_tile, padded_length
 
 PACKED_ATTENTION = "coati_packed"
 """What `config._attn_implementation` is called for models that can take packed rows."""
@@ -85,7 +85,9 @@ def attend_rows(
     heads = _Heads(query, key, value)
     if _FLASH is not None and _takes_flash(query):
         return _FLASH(heads, starts, max(lengths), scale, window)
-    return _by_length(heads, lengths, scale=scale, window=window, is_tiled=query.device.type == "cpu")
+    return _by_length(
+        heads, lengths, scale=scale, window=window, is_tiled=query.device.type == "cpu" or active_tile() > 0
+    )
 
 
 def _takes_flash(query: Tensor) -> bool:
@@ -143,7 +145,7 @@ def drop_flash_on_old_gpus(device: torch.device) -> None:
 def _by_starts(heads: _Heads, starts: Tensor, **options: Any) -> Tensor:
     """Attention of every row to itself, by where the rows begin and the last one ends, [rows + 1]."""
     lengths = tuple(end - start for start, end in itertools.pairwise(starts.tolist()))
-    return _by_length(heads, lengths, is_tiled=is_same_in_any_company(), **options)
+    return _by_length(heads, lengths, is_tiled=active_tile() > 0, **options)
 
 
 def _by_length(

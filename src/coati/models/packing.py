@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from coati.models.packed_attention import PACKED_ATTENTION, drop_flash_on_old_gpus, take, take_often
-from coati.models.tiles import is_same_in_any_company
+from coati.models.tiles import active_tile
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class PackedRows:
             max_length=int(lengths.max()) if len(lengths) else 0,
             shape=sequences.shape,
             # In a row of another length the common part would be rounded differently.
-            shared=None if is_same_in_any_company() else SharedPrefixes.of(sequences, is_real),
+            shared=None if active_tile() else SharedPrefixes.of(sequences, is_real),
         )
 
     def __len__(self) -> int:

@@ -39,6 +39,11 @@ def make_engine(rollout: RolloutSettings | str, model: Any) -> RolloutEngine:
         raise ConfigError(f"engine must be one of {', '.join(engines)}, got {name!r}.")
     options = GenerateOptions.parse(**settings.generate_options)
     if name == "native" and (reason := native_engine_problem(config_of(model), options)) is not None:
+        if settings.batch_invariant:
+            raise ConfigError(
+                f"rollout.batch_invariant needs the native engine, which cannot run this model: {reason}. "
+                "Set rollout.batch_invariant = false."
+            )
         logger.warning("generating with the reference engine, which is slower: %s", reason)
         name = "reference"
     engine: RolloutEngine = engines[name](model, **(settings.vllm if name == "vllm" else {}))

@@ -11,9 +11,13 @@ from torch.nn import functional as F
 
 from coati.models import Actor, Critic, RewardModel, action_logprobs, action_values
 from coati.models.tiles import (
-    is_same_in_any_company,
+    GPU_TILE,
+    TILE,
+    active_tile,
+    is_batch_invariant,
     padded_length,
     same_in_any_company,
+    set_batch_invariant,
     tiled_activation,
     tiled_linear,
 )
@@ -187,13 +191,39 @@ def test_an_activation_is_the_same_at_any_place(activation, num_threads):
 def test_it_is_off_where_gradients_are_wanted():
     layer, inputs = torch.nn.Linear(4, 5), torch.randn(3, 4)
     with same_in_any_company(layer, inputs):
-        assert not is_same_in_any_company()
+        assert active_tile() == 0
         layer(inputs).sum().backward()
     assert layer.weight.grad is not None
     with torch.no_grad(), same_in_any_company(layer, inputs):
-        assert is_same_in_any_company()
+        assert active_tile() == TILE
         assert "forward" in vars(layer)
     assert "forward" not in vars(layer)
+    assert active_tile() == 0
+
+
+@torch.no_grad()
+def test_a_gpu_does_it_for_marked_models_only(monkeypatch):
+    model, on_gpu = tiny.llama(1, num_hidden_layers=2), torch.empty(0, device="meta")  # any device but the CPU
+    ids = torch.arange(2, 14).unsqueeze(0)
+    expected = model(ids).logits
+    with same_in_any_company(model, on_gpu):
+        assert active_tile() == 0
+    set_batch_invariant(model)
+    assert is_batch_invariant(model)
+    shapes, linear = set(), F.linear
+    monkeypatch.setattr(F, "linear", lambda rows, *rest: (shapes.add(rows.shape[0]), linear(rows, *rest))[1])
+    norms = []
+    norm_class = type(model.model.norm)
+    plain = norm_class.forward
+    monkeypatch.setattr(norm_class, "forward", lambda norm, rows: (norms.append(rows.shape[0]), plain(norm, rows))[1])
+    with same_in_any_company(model, on_gpu):
+        assert active_tile() == GPU_TILE
+        found = model(ids).logits
+    assert shapes == {*norms} == {GPU_TILE}
+    assert torch.allclose(found, expected, atol=1e-5)
+    set_batch_invariant(model, False)
+    with same_in_any_company(model, on_gpu):
+        assert active_tile() == 0
 
 
 @given(length=st.integers(1, 100_000))

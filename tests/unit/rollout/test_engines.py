@@ -6,9 +6,10 @@ from engine_protocol import PLACES, finish, request_of, texts
 from native_on_cpu import as_on_a_gpu
 from tiny import decoder, llama
 
+from coati.models.tiles import set_batch_invariant
 from coati.rollout import NativeEngine, ReferenceEngine
 
-ENGINES = ["reference", "native", "native as on a GPU", "native with few pages"]
+ENGINES = ["reference", "native", "native as on a GPU, batch-invariant", "native as on a GPU", "native with few pages"]
 DECODERS = ["gpt2", "opt", "gemma3", "phi"]
 
 
@@ -33,7 +34,12 @@ def make_engine(kind, monkeypatch):
     if engine != "native":
         as_on_a_gpu(monkeypatch, most_pages=12 if engine.endswith("few pages") else 64)
         monkeypatch.setattr("coati.rollout.native.loop.STEPS_PER_LOOK", 2)
-    return lambda model, **settings: NativeEngine(model, num_slots=PLACES, **settings)
+
+    def make(model, **settings):
+        set_batch_invariant(model, engine.endswith("batch-invariant"))
+        return NativeEngine(model, num_slots=PLACES, **settings)
+
+    return make
 
 
 def test_log_probs_are_those_before_a_cut(make_engine, policy):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from coati.models.tiles import same_in_any_company, tiled_linear
+from coati.models.tiles import active_tile, same_in_any_company, tiled_linear
 
 # Slots that are computed together on a CPU, where rows are multiplied so many at a time; see `coati.models.tiles`.
 SLOT_TILE = 32
@@ -79,14 +79,15 @@ def product(layer: Any, inputs: Tensor) -> Tensor:
         return _linear(inputs, layer.weight, layer.bias)
     if type(layer) is Conv1D:
         return _linear(inputs, layer.weight.t(), layer.bias)
-    with same_in_any_company(layer, inputs, tile=SLOT_TILE):
+    tile = active_tile() or (SLOT_TILE if inputs.device.type == "cpu" else len(inputs))
+    with same_in_any_company(layer, inputs, tile=tile):
         result: Tensor = layer(inputs)
     return result
 
 
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if inputs.device.type == "cpu":
-        return tiled_linear(inputs, weight, bias, tile=SLOT_TILE)
+    if tile := active_tile() or (SLOT_TILE if inputs.device.type == "cpu" else 0):
+        return tiled_linear(inputs, weight, bias, tile=tile)
     return F.linear(inputs, weight, bias)
 
 

@@ -14,16 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from coati.errors import GenerateOptionError
+from coati.errors import ConfigError, GenerateOptionError
 from coati.models.actor import unwrap
 from coati.models.packed_attention import attend_rows, drop_flash_on_old_gpus
 from coati.models.packing import base_of
+from coati.models.tiles import is_batch_invariant
 from coati.rollout.native.blocks import Block, Body, product
 from coati.rollout.native.cache import PagedCache
 from coati.rollout.native.operations import (
     Angles,
     Attention,
     Geometry,
+    TritonOperations,
     operations_for,
     visible,
 )
@@ -39,6 +41,7 @@ class Decoder:
     def __init__(self, model: nn.Module) -> None:
         base: Any = base_of(unwrap(model))
         config = base.config
+        self.is_invariant = is_batch_invariant(model)
         self._embedding: nn.Module = base.get_input_embeddings()
         self._embedding_scale: float | None = None
         if config.model_type.startswith("gemma") and not hasattr(self._embedding, "embed_scale"):
@@ -88,6 +91,11 @@ class Decoder:
         if self.weight.is_cuda:
             drop_flash_on_old_gpus(self.weight.device)
         self.operations, self._angles = operations_for(self.weight, self._geometry), {}
+        if self.weight.is_cuda and self.is_invariant and not isinstance(self.operations, TritonOperations):
+            raise ConfigError(
+                "rollout.batch_invariant needs the Triton kernels, which cannot run this model on this GPU (a warning "
+                "above says why). Set rollout.batch_invariant = false."
+            )
         return PagedCache(len(self._body.blocks), self._geometry.num_kv_heads, self._geometry.head_dim, self.weight)
 
     @sdpa_kernel(_PREFILL_KERNELS)

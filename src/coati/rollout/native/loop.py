@@ -21,6 +21,7 @@ from coati.config.generate import GenerateOptions, native_engine_problem, option
 from coati.errors import ConfigError, GenerateOptionError, OutOfMemory
 from coati.experience import Sample
 from coati.models.actor import unwrap
+from coati.models.tiles import products_of
 from coati.rollout.engine import admitted
 from coati.rollout.native.blocks import tiled
 from coati.rollout.native.cache import enlarged
@@ -40,6 +41,10 @@ PAGE_SIZE = 64
 SHORT_TEXT = 512
 # Of a GPU's slots so many have to be free before prompts are read, unless fewer wait: a pass over few is slow.
 READING_SHARE = 1 / 16
+# Rows of a product in batch-invariant prefill on a GPU.
+PREFILL_TILE = 512
+# More positions than any text has.
+UNBOUNDED = 1 << 40
 
 
 class NativeEngine:
@@ -83,6 +88,11 @@ class NativeEngine:
     def room(self) -> int:
         """Slots that nothing is written in or waits for."""
         return max(0, self._max_slots - self._num_samples)
+
+    @property
+    def _is_invariant(self) -> bool:
+        """Whether a GPU computes each sample regardless of the others; a CPU always does."""
+        return self._is_captured and self._decoder.is_invariant
 
     @property
     def _num_samples(self) -> int:
@@ -192,7 +202,9 @@ class NativeEngine:
         while True:
             shared = [] if place.pages else cache.of_prompt(sample.tokens)
             # One position more: a sample that ends with its first token computes on there until the host knows.
-            missing = cache.covering(len(sample.tokens) + len(place.written) + 1) - len(place.pages) - len(shared)
+            # A preempted sample would be read again, with other bits: pages for all of it are reserved instead.
+            num_more = sample.limit if self._is_invariant else len(place.written) + 1
+            missing = cache.covering(len(sample.tokens) + num_more) - len(place.pages) - len(shared)
             if cache.has_free(missing + num_alive * self._is_captured):
                 break
             if num_alive:
@@ -281,7 +293,9 @@ class NativeEngine:
         for samples in passes(new):
             reading = reading_of(samples, self._cache.page_size, self._device)
             num_positions = self._slots.pages.shape[1] * self._cache.page_size
-            self._begin(samples, self._decoder.prefill(reading, self._cache, num_positions=num_positions))
+            with products_of(PREFILL_TILE if self._is_invariant else 0):
+                logits = self._decoder.prefill(reading, self._cache, num_positions=num_positions)
+            self._begin(samples, logits)
         return bool(new)
 
     def _may_begin(self, sample: Sample) -> bool:
@@ -342,6 +356,8 @@ class NativeEngine:
         computed as well; what they write is never read.
         """
         alive = self._alive
+        if self._is_invariant:
+            return len(self._slots.alive)
         size = min(graph_size(len(alive)), len(self._slots.alive)) if self._is_captured else tiled(len(alive))
         if size <= max(sample.place.slot for sample in alive):
             held = [*alive, *(sample for sample in self._held if not _is_alive(sample))]
@@ -371,6 +387,8 @@ class NativeEngine:
         length = min(1 << (max(longest, SHORT_TEXT) - 1).bit_length(), most)
         if isinstance(self._decoder.operations, TritonOperations) and length > SHORT_TEXT:
             length = most  # kernels read as far as each slot's position says
+        if self._is_invariant:
+            length = UNBOUNDED  # texts are read in parts that do not depend on the longest
         buffers = (*self._cache.tensors(), *self._slots.tensors(), *vars(self._responses).values())
         self._graphs.keep_for((*self._weights, *(tensor.data_ptr() for tensor in buffers)))
         self._graphs.replay(
