@@ -15,6 +15,7 @@ from coati.config import build_config
 from coati.errors import ConfigError
 from coati.experience_maker import NaiveExperienceMaker
 from coati.ledger import LedgerRules
+from coati.models.tiles import is_batch_invariant
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
 
 
@@ -256,6 +257,21 @@ def test_makers_compile_what_only_scores(model_folder, monkeypatch, train, expec
     compiled.clear()
     build.make_scorer(config)  # as an evaluation does, which scores once
     assert compiled == []
+    assert not any(is_batch_invariant(model) for model in models.values())
+
+
+def test_batch_invariant_makers_mark_all_models_and_compile_none(model_folder, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: pytest.fail("compiled"))
+    config = config_of(
+        model={"path": str(model_folder), "device": "cpu"},
+        reward={"function": "", "model": str(model_folder)},
+        train={"compile": True},
+        rollout={"batch_invariant": True},
+    )
+    actor, critic, scorer, reference = build.maker_models(config)
+    for model in (actor, critic, scorer.reward._model, reference):
+        assert all(is_batch_invariant(part) for part in model.modules())
+    assert is_batch_invariant(build.load_actor(config, str(model_folder)))
 
 
 def test_prompts_keep_to_the_sections(model_folder, tmp_path):
