@@ -2,6 +2,7 @@
 
     python benchmarks/table.py --folder FOLDER [--vllm-site SITE]        all of it; vLLM and TRL must be there
     python benchmarks/table.py --folder FOLDER --waves 0.5B              a part; the table has what FOLDER has by then
+    python benchmarks/table.py --folder FOLDER --processes native-7B vllm-7B coati-ppo-7B       fewer processes of each
     python benchmarks/table.py --folder FOLDER --tiny                    tries the commands out on a CPU
 
 Starting takes longer than measuring. So the processes of a wave start and warm up side by side, each then waits, and
@@ -184,6 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--waves", nargs="*", choices=WAVES, default=WAVES, help="none: only print what FOLDER has")
+    parser.add_argument("--processes", nargs="*", help="leave out all others; the logs in FOLDER have their names")
     parser.add_argument("--vllm-site", type=Path, help="folder with vLLM, if it is not in this environment")
     parser.add_argument("--seconds", type=float, default=3600.0, help="for all of it; then the rest is left out")
     parser.add_argument("--repeats", type=int, default=3, help="of generation, at most")
@@ -250,9 +252,14 @@ def starts(wave: str, arguments: argparse.Namespace) -> list[Callable[[], list[J
     """Start the processes of a wave, as many at once as fit on the card."""
     if wave == "rollout":
         return [functools.partial(rollout_jobs, arguments)]
-    names, at_once = [*TRAININGS[wave].steps], TRAININGS[wave].at_once
+    names = [name for name in TRAININGS[wave].steps if is_wanted(f"{name}-{wave}", arguments)]
+    at_once = TRAININGS[wave].at_once
     parts = [names[first : first + at_once] for first in range(0, len(names), at_once)]
     return [functools.partial(training_jobs, wave, part, arguments) for part in parts]
+
+
+def is_wanted(process: str, arguments: argparse.Namespace) -> bool:
+    return arguments.processes is None or process in arguments.processes
 
 
 def prepare(wave: str, arguments: argparse.Namespace) -> subprocess.Popen:
@@ -295,13 +302,15 @@ def rollout_jobs(arguments: argparse.Namespace) -> list[Job]:
         rows = [row.case for row in ROLLOUTS if (row.model, row.has_vllm) == (model, has_vllm)]
         names = [tiny(case) if arguments.tiny else case for case in rows]
         size, dtype = ("tiny", "float32") if arguments.tiny else (model, "bfloat16")
-        if has_vllm:
+        if has_vllm and is_wanted(f"vllm-{model}", arguments):
             job = arguments.folder / f"vllm-{model}.job"
             limits = {"repeats": arguments.repeats, "seconds": arguments.case_seconds}
             cases = [case_of(name) for name in names]
             job.write_text(json.dumps(job_for_vllm(qwen2_config(size), dtype, cases, **limits)))
             jobs.append(Job(f"vllm-{model}", vllm_command(job), arguments, needs_vllm=True))
         name = native_name(model, has_vllm)
+        if not is_wanted(name, arguments):
+            continue
         command = [sys.executable, str(BENCHMARKS / "rollout.py"), "--device", arguments.device, "--engines", "native"]
         command += ["--model", size, "--repeats", str(arguments.repeats), "--case-seconds", str(arguments.case_seconds)]
         command += ["--json", str(arguments.folder / f"{name}.rows"), "--cases", *names]
