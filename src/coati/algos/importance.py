@@ -47,7 +47,7 @@ def importance_weights(
     >>> importance_weights(logprobs, behavior, mask, level="token", kind="truncate", cap=2.0).tolist()
     [[2.0, 0.5]]
     """
-    assert floor <= 1 <= cap, f"the bounds must include 1, the weight of on-policy data, got [{floor}, {cap}]"
+    assert floor <= 1 <= cap, f"the bounds must include 1, the weight of on-policy data, got {floor} and {cap}"
     current = zero_padding(logprobs.detach(), mask, name="logprobs")
     behavior = zero_padding(behavior_logprobs.detach(), mask, name="behavior_logprobs")
     log_ratio = current - behavior  # [B, T], 0 on padding

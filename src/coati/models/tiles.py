@@ -1,13 +1,13 @@
-"""On the CPU a token gets the same bits in any company: other rows, another order, more padding.
+"""Batch invariance on the CPU: a token gets the same bits regardless of other rows, their order and padding.
 
-Libraries choose kernels, and with them the rounding, by the shape of an operation. So without gradients, operations get
-shapes that the row decides alone:
+Libraries choose kernels, and thus the rounding, by the shape of an operation. Without gradients, operations therefore
+get shapes that depend on a single row only:
 
-    matrix products             always so many rows at once, the last ones filled up with zeros
-    attention                   rows beside others that are filled up to the same length, see `padded_length`
-    activations                 pieces that vector instructions cover without a rest, and threads do not share
+    matrix products             a fixed number of rows at a time, the last of them padded with zeros
+    attention                   batches of rows that are padded to the same length, see `padded_length`
+    activations                 pieces that vector instructions cover without remainder and threads do not split
 
-Norms, softmax and embeddings work row by row as they are. Learning needs none of this.
+Norms, softmax and embeddings already work row by row. Training does not need batch invariance.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 TILE = 128
-"""Rows of a product in a pass over whole sequences: larger ones are hardly quicker, smaller ones waste less."""
-_VECTOR = 32  # elements: a multiple of what vector instructions take at once
-_PIECE = 32768  # elements of an operation that torch does not share among threads
+"""Rows per product in a pass over whole sequences: more are hardly faster, fewer need less padding."""
+_VECTOR = 32  # elements: a multiple of every vector width
+_PIECE = 32768  # elements: torch does not split an operation of this size among threads
 
 
 class _Active(threading.local):
@@ -35,13 +35,13 @@ _active = _Active()
 
 
 def is_same_in_any_company() -> bool:
-    """Whether this thread is inside of `same_in_any_company`."""
+    """Return whether this thread is inside `same_in_any_company`."""
     return _active.depth > 0
 
 
 @contextlib.contextmanager
 def same_in_any_company(model: nn.Module, like: Tensor, *, tile: int = TILE) -> Iterator[None]:
-    """Inside, a model that is not compiled gives tokens the same bits in any company; on a CPU, without gradients."""
+    """Make an uncompiled model batch-invariant inside this context; only on a CPU and without gradients."""
     if like.device.type != "cpu" or torch.is_grad_enabled():
         yield
         return
@@ -61,8 +61,8 @@ def same_in_any_company(model: nn.Module, like: Tensor, *, tile: int = TILE) -> 
 
 
 def _tiled_forward(module: Any, tile: int) -> Callable[[Tensor], Tensor] | None:
-    """What takes the place of a module's forward pass, if it is one whose results depend on the shape."""
-    if "forward" in vars(module):  # someone else's
+    """Return a batch-invariant forward for a module whose results depend on the shape; None for other modules."""
+    if "forward" in vars(module):  # already replaced by other code
         return None
     if type(module) is nn.Linear:
         return lambda inputs: tiled_linear(inputs, module.weight, module.bias, tile=tile)
@@ -75,7 +75,7 @@ def _tiled_forward(module: Any, tile: int) -> Callable[[Tensor], Tensor] | None:
 
 @functools.cache
 def padded_length(length: int, least: int = 8) -> int:
-    """How long a row is made: at most about a quarter is padding, and rows have few different lengths.
+    """Return the length that a row is padded to: one of few lengths, with at most a third padding in long rows.
 
     >>> [padded_length(length) for length in (1, 32, 33, 129, 200)]
     [8, 32, 48, 192, 256]
@@ -85,7 +85,7 @@ def padded_length(length: int, least: int = 8) -> int:
 
 
 def tiled_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: int = TILE) -> Tensor:
-    """`F.linear`, in products of `tile` rows each."""
+    """Compute `F.linear` in products of `tile` rows each."""
     rows = inputs.reshape(-1, inputs.shape[-1])
     count = rows.shape[0]
     parts = list(torch.split(rows, tile))
@@ -97,10 +97,10 @@ def tiled_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
 
 
 def tiled_activation(activation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """A function of each element, whose last elements torch would compute by other code than the rest."""
+    """Apply an elementwise function in whole vectors, because torch computes remainders with different code."""
     count = inputs.numel()
     piece = _PIECE if torch.get_num_threads() > 1 else max(count, 1)
-    # What is not contiguous is computed row by row, each with a rest of its own, and GELU by other code altogether.
+    # Non-contiguous inputs are computed row by row, each with its own remainder, and GELU with different code.
     if count <= piece and count % _VECTOR == 0 and inputs.is_contiguous():
         return activation(inputs)
     parts = list(torch.split(inputs.reshape(-1), piece))

@@ -1,4 +1,4 @@
-"""Models with one number at each token: the value function, and the reward as a network."""
+"""Models with one output per token: the critic and the reward model."""
 
 import contextlib
 from pathlib import Path
@@ -30,9 +30,10 @@ _HEAD_NAMES = ("score", "classifier", "v_head", "value_head")
 
 
 class ValueHeadModel(nn.Module):
-    """Takes a sequence-classification model with one label, a causal LM, or a bare decoder.
+    """A decoder with a linear head of one output.
 
-    The last two get a new head that starts at zero.
+    Built from a sequence-classification model with one label, a causal LM, or a bare decoder. The last two get a new
+    head that starts at zero.
     """
 
     def __init__(self, model: PreTrainedModel, *, lora: LoRASettings | None = None) -> None:
@@ -43,10 +44,10 @@ class ValueHeadModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
-        """Load what `save_pretrained` wrote, a classification model, or any body."""
+        """Load what `save_pretrained` wrote, a classification model, or any decoder."""
         head_file = Path(path) / HEAD_FILE
         is_empty = are_shapes_enough(kwargs)
-        kwargs.setdefault("trust_remote_code", False)  # without it transformers would ask the terminal
+        kwargs.setdefault("trust_remote_code", False)  # by default transformers would prompt on the terminal
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=kwargs["trust_remote_code"])
         architecture = next(iter(getattr(config, "architectures", None) or ()), "")
         has_own_head = not head_file.exists() and architecture.endswith("ForSequenceClassification")
@@ -66,7 +67,7 @@ class ValueHeadModel(nn.Module):
     def from_config(
         cls, config: PreTrainedConfig | str | Path, *, lora: LoRASettings | None = None, **kwargs: Any
     ) -> Self:
-        """Fresh random weights from a transformers config, or from the path of one."""
+        """Create a model with random weights from a transformers config, or from the path of one."""
         with torch.device("meta") if are_shapes_enough() else contextlib.nullcontext():
             return cls(AutoModel.from_config(own_config(config), **kwargs), lora=lora)
 
@@ -76,9 +77,9 @@ class ValueHeadModel(nn.Module):
         return self.body.config
 
     def token_values(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """One number at each position, [B, S], in float32 (or float64 for a float64 model).
+        """Return one number per position, [B, S], in float32 (or float64 for a float64 model).
 
-        Where the body can take packed rows, padding is not computed and gets 0.
+        If the body can take packed rows, padding is not computed and gets 0.
         """
         if problem := packing_problem(self.body):
             log_padding_once(type(self.body).__name__, problem)
@@ -93,11 +94,11 @@ class ValueHeadModel(nn.Module):
         if accepts(self.body, "use_cache"):
             kwargs["use_cache"] = False
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask, **kwargs)[0]
-        # A copy, not a view: sharding hangs its backward hook on what a module returns, and a view can lose it.
+        # A copy, not a view: sharding attaches its backward hook to what a module returns, and a view can lose it.
         return self._values_of(hidden).clone()
 
     def _values_of(self, hidden: Tensor) -> Tensor:
-        """What the head makes of hidden states, [..., d] to [...]."""
+        """Apply the head to hidden states, [..., d] to [...]."""
         values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
         return values if values.dtype == torch.float64 else values.float()
 
@@ -112,23 +113,23 @@ class ValueHeadModel(nn.Module):
 
 
 class Critic(ValueHeadModel):
-    """V(state) at each token: `forward` gives [B, S], where entry t values the text up to and with token t."""
+    """V(state) at each token: `forward` returns [B, S], where entry t values the text up to and including token t."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Values at each position, [B, S]."""
+        """Return the value at each position, [B, S]."""
         return self.token_values(input_ids, attention_mask)
 
 
 def as_critic(model: nn.Module) -> nn.Module:
-    """Wrap a plain transformers model in a `Critic`; anything else stays as it is."""
+    """Wrap a plain transformers model in a `Critic`; return anything else unchanged."""
     return Critic(model) if isinstance(model, PreTrainedModel) else model
 
 
 class RewardModel(ValueHeadModel):
-    """One score for each sequence, [B], read at its last real token."""
+    """One score per sequence, [B], read at its last real token."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Scores, [B]. Without gradients a large batch is scored a part at a time."""
+        """Return scores, [B]. Without gradients, a large batch is scored in parts."""
         costs = row_tokens(input_ids, attention_mask, is_packed=packs(self))
         parts = row_parts(costs, max_tokens=0 if torch.is_grad_enabled() else SCORED_TOKENS)
         if len(parts) <= 1:
@@ -145,7 +146,7 @@ class RewardModel(ValueHeadModel):
 
 
 def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor | None, num_actions: int) -> Tensor:
-    """V(state before each response token), [B, A]; a hand-written critic may return that itself."""
+    """Return V(state before each response token), [B, A]; a custom critic may return that itself."""
     values: Tensor = critic(sequences, attention_mask)
     batch, length = sequences.shape
     came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
@@ -160,17 +161,17 @@ def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor |
 
 
 def packs(model: nn.Module) -> bool:
-    """Whether this critic or reward model, wrapped or not, computes real tokens only."""
+    """Return whether this critic or reward model, wrapped or not, computes real tokens only."""
     inner = getattr(model, "module", model)  # DistributedDataParallel
     return isinstance(inner, ValueHeadModel) and not packing_problem(inner.body)
 
 
 def _take_apart(model: PreTrainedModel) -> tuple[nn.Module, nn.Linear]:
-    """The decoder body and a head of one output."""
+    """Return the decoder body and a head with one output."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"a critic or reward model needs a transformers model, got {type(model).__name__}. "
-            "Any nn.Module that maps (sequences, attention_mask) to scores can be passed in its place."
+            "Any nn.Module that maps (sequences, attention_mask) to scores can be used in its place."
         )
     body = model.base_model
     for name in _HEAD_NAMES:

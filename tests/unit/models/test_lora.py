@@ -106,7 +106,7 @@ def test_rank_alpha_and_scale_are_read_off_the_model():
                 "layer.lora_A.default.weight": torch.ones(1, 3),
                 "layer.lora_B.default.weight": torch.ones(2, 1),
             },
-            r"gives \[2, 3\] came .* is \[2, 2\]",
+            r"of shape \[2, 3\] .* has the shape \[2, 2\]",
         ),
     ],
 )

@@ -295,13 +295,13 @@ def test_what_stands_in_the_way_is_named():
     model.lm_head.register_forward_hook(lambda *_: None)
     assert packed_scoring_problem(model) == "its output head has forward hooks"
     model.lm_head = nn.Sequential(model.lm_head)
-    assert packed_scoring_problem(model) == "its output head is a Sequential, and not a plain linear layer"
+    assert packed_scoring_problem(model) == "its output head is a Sequential, not a plain nn.Linear"
     capped = causal_lm("gemma3")
     capped.config.final_logit_softcapping = 3.0
     assert packed_scoring_problem(capped) == "its logits are capped (final_logit_softcapping)"
     eager = causal_lm("qwen2")
     eager.set_attn_implementation("eager")
-    assert packed_scoring_problem(eager) == "its attention is set to 'eager', and not to 'sdpa'"
+    assert packed_scoring_problem(eager) == "its attention implementation is 'eager', not 'sdpa'"
 
     class Wrapper(nn.Module):
         def __init__(self, module):
