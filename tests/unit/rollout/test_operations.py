@@ -26,7 +26,7 @@ def test_a_cpu_runs_torch():
 
 def test_heads_that_cannot_be_cut_are_named():
     reason = kernel_problem(torch.device("cpu"), torch.float32, geometry(80))
-    assert reason == "heads have 80 dimensions, and the kernels need a power of two from 16 on"
+    assert reason == "heads have 80 dimensions, but the kernels need a power of two of at least 16"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
