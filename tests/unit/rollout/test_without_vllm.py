@@ -1,4 +1,4 @@
-"""The vLLM engine where vLLM is not installed. With it: tests/with_vllm."""
+"""The vLLM engine without vLLM installed; tests/with_vllm need it."""
 
 import sys
 
@@ -11,10 +11,10 @@ from coati.errors import ConfigError
 from coati.rollout import GenerateOptions, VllmEngine, generate, make_engine
 
 
-def test_settings_make_the_engine_and_its_absence_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"):
-        monkeypatch.setenv(name, "1")  # so that what is set here is taken back
+        monkeypatch.setenv(name, "1")  # so that monkeypatch restores them
     engine = make_engine(RolloutSettings(engine="vllm", vllm={"max_num_seqs": 4}), llama())
     assert isinstance(engine, VllmEngine)
     ids = torch.ones(1, 3, dtype=torch.long)
