@@ -12,8 +12,8 @@ from coati.errors import AcceleratorFailed, CoatiError, OutOfMemory
 
 HOST_MEMORY = "DefaultCPUAllocator"
 """Part of torch's error message when host memory ran out."""
-_NO_MEMORY = ("out of memory", "Cannot allocate memory", "ALLOC_FAILED", HOST_MEMORY)
-_BROKEN = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "CUDNN_STATUS", "Triton Error")
+_OUT_OF_MEMORY = ("out of memory", "Cannot allocate memory", "ALLOC_FAILED", HOST_MEMORY)
+_GPU_FAILURE = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "CUDNN_STATUS", "Triton Error")
 
 
 def set_up_cpu(num_threads: int = 0) -> None:
@@ -52,9 +52,9 @@ def device_errors_explained(what: str, remedy: str) -> Iterator[None]:
         raise
     except (RuntimeError, MemoryError, OSError) as error:
         text = str(error).strip()
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(mark in text for mark in _NO_MEMORY):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(mark in text for mark in _OUT_OF_MEMORY):
             raise OutOfMemory(f"{what} ran out of memory{_memory_there()}. {remedy} torch said: {text}") from error
-        if isinstance(error, torch.AcceleratorError) or any(mark in text for mark in _BROKEN):
+        if isinstance(error, torch.AcceleratorError) or any(mark in text for mark in _GPU_FAILURE):
             raise AcceleratorFailed(
                 f"{what} failed on the GPU, which this process cannot use any more. `coati train --resume` continues "
                 "from the last checkpoint. The cause may be an earlier kernel: set CUDA_LAUNCH_BLOCKING=1 to get the "

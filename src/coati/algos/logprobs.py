@@ -90,7 +90,7 @@ def head_logprobs_and_entropy(
     is_autocast = torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device_type) if is_autocast else hidden.dtype
     if chunk_tokens == 0:
-        chunk_tokens = _tokens_of_a_chunk(weight.shape[0], hidden.device, dtype)
+        chunk_tokens = _default_chunk_tokens(weight.shape[0], hidden.device, dtype)
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, tokens.long().contiguous(), scale, dtype, chunk_tokens, with_entropy
     )
@@ -115,13 +115,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.dtype, ctx.chunk_tokens = dtype, chunk_tokens
         is_compiled = weight is not None and _compiles(inputs.device)
         read_off: Callable[..., Any] = _compiled(_read_off_at_once) if is_compiled else _read_off
-        narrow = _narrow(weight, dtype), _narrow(bias, dtype)
-        logprobs = torch.empty(tokens.shape, dtype=wide_format(dtype), device=inputs.device)
+        narrow = _cast(weight, dtype), _cast(bias, dtype)
+        logprobs = torch.empty(tokens.shape, dtype=wide_dtype(dtype), device=inputs.device)
         entropy = torch.empty_like(logprobs) if with_entropy else None
         all_sums = []
         for at in _chunks(len(tokens), chunk_tokens):
             logits = _logits(inputs[at], *narrow)
-            logprobs[at], of_chunk, sums = read_off(logits, tokens[at], _part(scale, at), with_entropy)
+            logprobs[at], of_chunk, sums = read_off(logits, tokens[at], _slice(scale, at), with_entropy)
             del logits  # before those of the next chunk are allocated
             if entropy is not None:
                 entropy[at] = of_chunk
@@ -136,16 +136,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         inputs, weight, bias, tokens, scale, entropy, sums = ctx.saved_tensors
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 8
-        wide = wide_format(ctx.dtype)
+        wide = wide_dtype(ctx.dtype)
         gradient = _gradient if sums is None else _compiled(_gradient_in_place)
-        narrow = _narrow(weight, ctx.dtype), _narrow(bias, ctx.dtype)
+        narrow = _cast(weight, ctx.dtype), _cast(bias, ctx.dtype)
         wants_inputs, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_inputs = torch.empty_like(inputs) if wants_inputs else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
         for at in _chunks(len(tokens), ctx.chunk_tokens):
             logits = _logits(inputs[at], *narrow)
-            given = (_part(each, at) for each in (scale, sums, grad_logprobs, grad_entropy, entropy))
+            given = (_slice(each, at) for each in (scale, sums, grad_logprobs, grad_entropy, entropy))
             grad, of_tokens = gradient(logits, tokens[at], *given)
             grad.scatter_(-1, tokens[at].unsqueeze(-1), of_tokens)
             if grad_bias is not None:
@@ -167,11 +167,11 @@ def _logits(inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tenso
     return inputs if weight is None else F.linear(inputs.to(weight.dtype), weight, bias)
 
 
-def _narrow(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-def _part(tensor: Tensor | None, at: Any) -> Tensor | None:
+def _slice(tensor: Tensor | None, at: Any) -> Tensor | None:
     return None if tensor is None else tensor[at]
 
 
@@ -192,12 +192,12 @@ def temperature_per_token(temperature: float | Tensor, shape: torch.Size, *, lik
         )
     assert temperature.shape == shape[: temperature.dim()], "one temperature for each sample"
     # Not every accelerator has float64, so use the dtype of the computation.
-    column = temperature.detach().to(device=like.device, dtype=wide_format(like.dtype))
+    column = temperature.detach().to(device=like.device, dtype=wide_dtype(like.dtype))
     column = column.reshape(column.shape + (1,) * (len(shape) - column.dim()))
     return column.expand(shape).unsqueeze(-1)  # [*shape, 1]
 
 
-def _tokens_of_a_chunk(vocabulary: int, device: torch.device, dtype: torch.dtype) -> int:
+def _default_chunk_tokens(vocabulary: int, device: torch.device, dtype: torch.dtype) -> int:
     """Return the number of tokens whose logits to compute at once."""
     budget = _CHUNK_BYTES_CPU
     if device.type != "cpu":
@@ -281,7 +281,7 @@ def _read_off_at_once(
     logits: Tensor, tokens: Tensor, scale: Tensor | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Like `_read_off`, for compilation into fewer passes; also return [n, 2]: max logit, log Σ exp(logit - max)."""
-    z = _scaled(logits, scale).to(wide_format(logits.dtype))
+    z = _scaled(logits, scale).to(wide_dtype(logits.dtype))
     top = z.amax(-1, keepdim=True)
     above = z - top
     mass = above.exp()
@@ -307,7 +307,7 @@ def _gradient(
 
     The caller writes the second into the first.
     """
-    wide, index = wide_format(logits.dtype), tokens.unsqueeze(-1)
+    wide, index = wide_dtype(logits.dtype), tokens.unsqueeze(-1)
     by_logprob = torch.zeros_like(index, dtype=wide) if grad_logprobs is None else grad_logprobs.unsqueeze(-1)
     if grad_entropy is None:
         is_reduced = sums is not None
@@ -338,17 +338,17 @@ def _gradient_in_place(logits: Tensor, tokens: Tensor, *given: Any) -> tuple[Ten
     return logits.copy_(_gradient(logits, tokens, *given)[0]), of_tokens
 
 
-def wide_format(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that sums and softmaxes are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _scaled(logits: Tensor, scale: Tensor | None) -> Tensor:
-    return logits if scale is None else logits.to(wide_format(logits.dtype)) / scale
+    return logits if scale is None else logits.to(wide_dtype(logits.dtype)) / scale
 
 
 def _log_softmax(logits: Tensor, scale: Tensor | None, sums: Tensor | None) -> Tensor:
-    scaled, wide = _scaled(logits, scale), wide_format(logits.dtype)
+    scaled, wide = _scaled(logits, scale), wide_dtype(logits.dtype)
     if sums is None:
         return scaled.log_softmax(-1, dtype=wide)
     return (scaled.to(wide) - sums[:, :1]) - sums[:, 1:]

@@ -102,20 +102,20 @@ def policy_loss(
     center = behavior
     if proximal_logprobs is not None:
         center = zero_padding(proximal_logprobs.detach(), mask, name="proximal_logprobs")
-    gains = zero_padding(advantages.detach(), mask, name="advantages")
+    clean_advantages = zero_padding(advantages.detach(), mask, name="advantages")
     log_ratio = current - center  # [B, T], 0 on padding
     if ratio == "sequence":
         log_s = divide_by_count(log_ratio.detach().sum(-1, keepdim=True), mask.sum(-1, keepdim=True))  # [B, 1]
         # The value of log s at every token, and the gradient of the token's own log-prob.
         log_ratio = log_s + (current - current.detach())
-    gained, is_held = surrogate(log_ratio, current, gains)
+    surrogates, is_limited = surrogate(log_ratio, current, clean_advantages)
     if reduction is None:
-        loss = divide_by_count(-gained.sum(), num_tokens)
+        loss = divide_by_count(-surrogates.sum(), num_tokens)
     else:
-        loss = -(zero_padding(reduction.detach(), mask, name="reduction") * gained).sum()
+        loss = -(zero_padding(reduction.detach(), mask, name="reduction") * surrogates).sum()
     return PolicyLossOutput(
         loss=loss,
-        clip_fraction=divide_by_count(is_held.to(gained.dtype).sum(), num_tokens),
+        clip_fraction=divide_by_count(is_limited.to(surrogates.dtype).sum(), num_tokens),
         approx_kl=divide_by_count(kl_estimate(behavior, current.detach(), mask, kind="k3").sum(), num_tokens),
         ratio_max=largest(zero_padding(log_ratio.detach().exp(), mask)),
     )

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from coati.algos.logprobs import head_logprobs_and_entropy, logprobs_and_entropy
 from coati.config import LoRASettings
-from coati.models.calls import accepts, forward_causal, own_config
+from coati.models.calls import accepts, forward_causal, load_or_copy_config
 from coati.models.lora import add_lora
-from coati.models.memory import are_shapes_enough, own_memory
+from coati.models.memory import copy_mapped_weights, wants_shapes_only
 from coati.models.packing import (
     PackedRows,
     base_of,
@@ -58,18 +58,18 @@ class Actor(nn.Module):
     @classmethod
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
         """Load from a folder or a hub name; `kwargs` are passed to `AutoModelForCausalLM.from_pretrained`."""
-        if are_shapes_enough(kwargs):
+        if wants_shapes_only(kwargs):
             return cls.from_config(path, lora=lora, **kwargs)
         kwargs.setdefault("trust_remote_code", False)  # by default transformers would prompt on the terminal
-        return cls(own_memory(AutoModelForCausalLM.from_pretrained(str(path), **kwargs)), lora=lora)
+        return cls(copy_mapped_weights(AutoModelForCausalLM.from_pretrained(str(path), **kwargs)), lora=lora)
 
     @classmethod
     def from_config(
         cls, config: PreTrainedConfig | str | Path, *, lora: LoRASettings | None = None, **kwargs: Any
     ) -> Self:
         """Create a model with random weights from a transformers config, or from the path of one."""
-        own = own_config(config, trust_remote_code=kwargs.get("trust_remote_code", False))
-        with torch.device("meta") if are_shapes_enough() else contextlib.nullcontext():
+        own = load_or_copy_config(config, trust_remote_code=kwargs.get("trust_remote_code", False))
+        with torch.device("meta") if wants_shapes_only() else contextlib.nullcontext():
             return cls(AutoModelForCausalLM.from_config(own, **kwargs), lora=lora)
 
     @property

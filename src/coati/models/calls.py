@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
 
-def own_config(config: PreTrainedConfig | str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+def load_or_copy_config(config: PreTrainedConfig | str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load a config from its path, or copy it: transformers writes into configs, so models must not share one."""
     if isinstance(config, str | Path):
         loaded: PreTrainedConfig = AutoConfig.from_pretrained(str(config), trust_remote_code=trust_remote_code)

@@ -26,12 +26,12 @@ def shapes_only() -> Iterator[None]:
         _shapes_only.reset(token)
 
 
-def are_shapes_enough(options: Iterable[str] = ()) -> bool:
+def wants_shapes_only(options: Iterable[str] = ()) -> bool:
     """Return whether to build a model on the meta device instead of loading it with these options."""
     return _shapes_only.get() and _SHAPE_OPTIONS.issuperset(options)
 
 
-def own_memory(model: Model) -> Model:
+def copy_mapped_weights(model: Model) -> Model:
     """Copy weights out of the file that transformers maps into memory, on a machine without GPUs.
 
     Otherwise a write to the file would change a model on the CPU, and truncating the file would crash the process.

@@ -28,7 +28,7 @@ PACKED_ATTENTION = "coati_packed"
 """Value of `config._attn_implementation` for models that can take packed rows."""
 
 _LARGEST_FLASH_HEAD = 256
-_SHORT = 64
+_MIN_BUCKET_LENGTH = 64
 
 
 def packed_attention_forward(
@@ -59,9 +59,9 @@ def packed_attention_forward(
     heads = _Heads(*(part[0].transpose(0, 1).to(dtype) for part in (query, key, value)))  # [T, H or K, D]
     if row_owners is not None and row_slots is not None:
         # Every row needs the shared keys and values. A shared query is used in one row and is zero in the others.
-        keys, values = (take_often(part, row_slots) for part in (heads.key, heads.value))
-        heads = _Heads(spread(heads.query, row_owners, len(row_slots)), keys, values)  # [N, H or K, D]
-    if _FLASH is not None and not dropout and _takes_flash(heads.query):
+        keys, values = (take_repeated(part, row_slots) for part in (heads.key, heads.value))
+        heads = _Heads(scatter(heads.query, row_owners, len(row_slots)), keys, values)  # [N, H or K, D]
+    if _FLASH is not None and not dropout and _supports_flash(heads.query):
         assert max_length_q is not None
         mixed = _FLASH(heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     else:
@@ -83,12 +83,12 @@ def attend_rows(
 ) -> Tensor:
     """Compute attention within each row, [T, H, D], without gradients; batch-invariant on a CPU."""
     heads = _Heads(query, key, value)
-    if _FLASH is not None and _takes_flash(query):
+    if _FLASH is not None and _supports_flash(query):
         return _FLASH(heads, starts, max(lengths), scale, window)
     return _by_length(heads, lengths, scale=scale, window=window, is_tiled=query.device.type == "cpu")
 
 
-def _takes_flash(query: Tensor) -> bool:
+def _supports_flash(query: Tensor) -> bool:
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     return query.device.type == "cuda" and is_half and query.shape[-1] <= _LARGEST_FLASH_HEAD
 
@@ -116,11 +116,11 @@ def _flash_kernel() -> _Flash | None:
     known = inspect.signature(varlen_attn).parameters
     if not {"window_size", "scale"} <= known.keys():
         return None
-    takes_groups = "enable_gqa" in known
+    supports_gqa = "enable_gqa" in known
 
     def flash(heads: _Heads, starts: Tensor, max_length: int, scale: float | None, window: int | None) -> Tensor:
         options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-        if takes_groups:
+        if supports_gqa:
             options["enable_gqa"] = heads.query.shape[1] != heads.key.shape[1]
         mixed = varlen_attn(*heads, starts, starts, max_length, max_length, **options)
         assert isinstance(mixed, Tensor)  # it returns more only on request
@@ -162,7 +162,7 @@ def _by_length(
     parts = []
     for bucket in buckets:
         query, key, value = (
-            bucket.filled_up(part if len(buckets) == 1 else take(part, bucket.tokens)).transpose(1, 2) for part in heads
+            bucket.pad(part if len(buckets) == 1 else take(part, bucket.tokens)).transpose(1, 2) for part in heads
         )  # [n, H or K, width, D]
         mask = _window_mask(bucket.width, window, device)
         mixed = F.scaled_dot_product_attention(
@@ -175,10 +175,10 @@ def _by_length(
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        parts.append(bucket.cut_back(mixed.transpose(1, 2)))  # [tokens of these rows, H, D]
+        parts.append(bucket.unpad(mixed.transpose(1, 2)))  # [tokens of these rows, H, D]
     if len(parts) == 1:
         return parts[0]
-    return spread(torch.cat(parts), torch.cat([bucket.tokens for bucket in buckets]), num_tokens)
+    return scatter(torch.cat(parts), torch.cat([bucket.tokens for bucket in buckets]), num_tokens)
 
 
 class _Bucket(NamedTuple):
@@ -188,22 +188,22 @@ class _Bucket(NamedTuple):
     width: int
     tokens: Tensor
     """Indices of their tokens in the sequence, [t]."""
-    spots: Tensor
+    indices: Tensor
     """Indices of these tokens in the flattened batch, [num_rows · width], [t]."""
 
     @property
     def is_full(self) -> bool:
-        return len(self.spots) == self.num_rows * self.width
+        return len(self.indices) == self.num_rows * self.width
 
-    def filled_up(self, values: Tensor) -> Tensor:
+    def pad(self, values: Tensor) -> Tensor:
         """Pad [t, H, D] to [num_rows, width, H, D]."""
-        wide = values if self.is_full else spread(values, self.spots, self.num_rows * self.width)
+        wide = values if self.is_full else scatter(values, self.indices, self.num_rows * self.width)
         return wide.reshape(self.num_rows, self.width, *values.shape[1:])
 
-    def cut_back(self, values: Tensor) -> Tensor:
+    def unpad(self, values: Tensor) -> Tensor:
         """Remove padding: [num_rows, width, H, D] to [t, H, D]."""
         flat = values.flatten(0, 1)
-        return flat if self.is_full else take(flat, self.spots)
+        return flat if self.is_full else take(flat, self.indices)
 
 
 @functools.lru_cache(maxsize=8)  # all layers of a pass, and of actor and critic, make the same call
@@ -218,15 +218,16 @@ def _buckets(
     starts = [0, *itertools.accumulate(lengths)]
     members: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):
-        members.setdefault(padded_length(length, 32) if is_tiled else max(length, _SHORT).bit_length(), []).append(row)
+        key = padded_length(length, 32) if is_tiled else max(length, _MIN_BUCKET_LENGTH).bit_length()
+        members.setdefault(key, []).append(row)
     buckets = []
     for key, rows in members.items():
         width = key if is_tiled else max(lengths[row] for row in rows)
         columns = torch.arange(width)
         is_real = columns < torch.tensor([lengths[row] for row in rows]).unsqueeze(1)  # [n, width]
         tokens = (torch.tensor([starts[row] for row in rows]).unsqueeze(1) + columns)[is_real]
-        spots = is_real.flatten().nonzero().squeeze(1)
-        buckets.append(_Bucket(len(rows), width, tokens.to(device), spots.to(device)))
+        indices = is_real.flatten().nonzero().squeeze(1)
+        buckets.append(_Bucket(len(rows), width, tokens.to(device), indices.to(device)))
     return buckets
 
 
@@ -245,13 +246,13 @@ def take(values: Tensor, at: Tensor) -> Tensor:
     return taken
 
 
-def take_often(values: Tensor, at: Tensor) -> Tensor:
+def take_repeated(values: Tensor, at: Tensor) -> Tensor:
     """Return `values[at]` along the first dimension for repeated indices: gradients add up, in float32 at least."""
     taken: Tensor = _Take.apply(values, at, False)  # type: ignore[no-untyped-call]
     return taken
 
 
-def spread(values: Tensor, at: Tensor, length: int) -> Tensor:
+def scatter(values: Tensor, at: Tensor, length: int) -> Tensor:
     """Return zeros of `length` along the first dimension, with `values` at the unique indices `at`."""
     return values.new_zeros(length, *values.shape[1:]).index_copy(0, at, values)
 
@@ -267,7 +268,7 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (at,) = ctx.saved_tensors
         if ctx.is_unique:
-            return spread(gradient, at, ctx.length), None, None
+            return scatter(gradient, at, ctx.length), None, None
         precise = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         summed = precise.new_zeros(ctx.length, *gradient.shape[1:]).index_add_(0, at, precise)
         return summed.to(gradient.dtype), None, None

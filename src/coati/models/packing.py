@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coati.models.packed_attention import PACKED_ATTENTION, drop_flash_on_old_gpus, take, take_often
+from coati.models.packed_attention import PACKED_ATTENTION, drop_flash_on_old_gpus, take, take_repeated
 from coati.models.tiles import is_same_in_any_company
 
 logger = logging.getLogger(__name__)
@@ -41,9 +41,9 @@ PACKED_MODEL_TYPES = (
     "opt",
 )  # fmt: skip
 
-LEAST_TOKENS = 4
+MIN_SHARED_TOKENS = 4
 """Minimum length of a shared prefix that is worth its bookkeeping."""
-_LEAST_SHARE = 8  # at least one in this many tokens must be shared
+_MAX_TOKENS_PER_SHARED = 8  # at least one in this many tokens must be shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,51 +56,51 @@ class SharedPrefixes:
     """[N] index of each token among the T computed ones."""
 
     @classmethod
-    def of(cls, sequences: Tensor, is_real: Tensor, *, least: int = LEAST_TOKENS) -> "SharedPrefixes | None":
+    def of(cls, sequences: Tensor, is_real: Tensor, *, min_tokens: int = MIN_SHARED_TOKENS) -> "SharedPrefixes | None":
         """Find the prefixes that rows of a padded batch `[B, S]` share with the row before them; None if too short.
 
         >>> rows = torch.tensor([[5, 6, 7, 1], [5, 6, 7, 2], [5, 6, 8, 9]])
-        >>> shared = SharedPrefixes.of(rows, torch.ones_like(rows, dtype=torch.bool), least=2)
+        >>> shared = SharedPrefixes.of(rows, torch.ones_like(rows, dtype=torch.bool), min_tokens=2)
         >>> shared.owners.tolist(), shared.slots.tolist()
         ([0, 1, 2, 3, 7, 10, 11], [0, 1, 2, 3, 0, 1, 2, 4, 0, 1, 5, 6])
         """
-        if sequences.shape[0] < 2 or sequences.shape[1] < least:
+        if sequences.shape[0] < 2 or sequences.shape[1] < min_tokens:
             return None
         is_like = (is_real[1:] == is_real[:-1]) & ((sequences[1:] == sequences[:-1]) | ~is_real[1:])
         in_common = (is_like.cumprod(dim=1).bool() & is_real[1:]).sum(dim=1)
         lengths = is_real.sum(dim=1)
         *counts, num_tokens = torch.cat([in_common, lengths.sum().unsqueeze(0)]).tolist()
-        heads, shared = _lenders(counts, least)
-        if sum(shared) * _LEAST_SHARE < max(num_tokens, 1):
+        sources, shared = _prefix_sources(counts, min_tokens)
+        if sum(shared) * _MAX_TOKENS_PER_SHARED < max(num_tokens, 1):
             return None
-        head_of, shared_of = torch.tensor([heads, shared], device=sequences.device)  # [B] each
-        spots = is_real.flatten().nonzero().squeeze(1)  # [N]
-        rows = spots // sequences.shape[1]
-        positions = (is_real.cumsum(dim=1) - 1).flatten()[spots]
+        source_of, shared_of = torch.tensor([sources, shared], device=sequences.device)  # [B] each
+        indices = is_real.flatten().nonzero().squeeze(1)  # [N]
+        rows = indices // sequences.shape[1]
+        positions = (is_real.cumsum(dim=1) - 1).flatten()[indices]
         is_taken = positions < shared_of[rows]
         own_slots = (~is_taken).cumsum(dim=0) - 1
         starts = lengths.cumsum(dim=0) - lengths  # [B]
         return cls(
             owners=(~is_taken).nonzero().squeeze(1),
-            slots=torch.where(is_taken, own_slots[starts[head_of[rows]] + positions], own_slots),
+            slots=torch.where(is_taken, own_slots[starts[source_of[rows]] + positions], own_slots),
         )
 
 
-def _lenders(in_common: Sequence[int], least: int) -> tuple[list[int], list[int]]:
+def _prefix_sources(in_common: Sequence[int], min_tokens: int) -> tuple[list[int], list[int]]:
     """Return from which row each row takes its prefix, and the prefix lengths.
 
     `in_common` is the number of leading tokens that each row, from the second on, shares with the row before it.
 
-    >>> _lenders([40, 35, 3, 50], 32)
+    >>> _prefix_sources([40, 35, 3, 50], 32)
     ([0, 0, 0, 3, 3], [0, 40, 35, 0, 50])
     """
-    heads, shared = [0], [0]
+    sources, shared = [0], [0]
     for row, count in enumerate(in_common, start=1):
-        is_head = heads[-1] == row - 1
-        length = count if is_head else min(count, shared[-1])
-        heads.append(heads[-1] if length >= least else row)
-        shared.append(length if length >= least else 0)
-    return heads, shared
+        follows_source = sources[-1] == row - 1
+        length = count if follows_source else min(count, shared[-1])
+        sources.append(sources[-1] if length >= min_tokens else row)
+        shared.append(length if length >= min_tokens else 0)
+    return sources, shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ class PackedRows:
     """[N]"""
     positions: Tensor
     """[N] position of each token in its row, from 0."""
-    spots: Tensor
+    indices: Tensor
     """[N] index of each token in the padded batch, row · S + column."""
     starts: Tensor
     """[rows + 1] int32: start of each row among the N tokens, and the end of the last one. Empty rows are left out."""
@@ -132,13 +132,13 @@ class PackedRows:
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         is_real = attention_mask.ne(0)
-        spots = is_real.flatten().nonzero().squeeze(1)
+        indices = is_real.flatten().nonzero().squeeze(1)
         lengths = is_real.sum(dim=1)
         lengths = lengths[lengths > 0]
         return cls(
-            tokens=sequences.flatten()[spots],
-            positions=(is_real.cumsum(dim=1) - 1).flatten()[spots],
-            spots=spots,
+            tokens=sequences.flatten()[indices],
+            positions=(is_real.cumsum(dim=1) - 1).flatten()[indices],
+            indices=indices,
             starts=F.pad(lengths.cumsum(0), (1, 0)).int(),
             max_length=int(lengths.max()) if len(lengths) else 0,
             shape=sequences.shape,
@@ -155,7 +155,7 @@ class PackedRows:
 
     def at(self, values: Tensor, tokens: Tensor) -> Tensor:
         """Look up computed values, [T, …], for unique indices of some of the N tokens, [n, …]."""
-        return take(values, tokens) if self.shared is None else take_often(values, self.shared.slots[tokens])
+        return take(values, tokens) if self.shared is None else take_repeated(values, self.shared.slots[tokens])
 
     def actions(self, num_actions: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return index among the N, row and column of the tokens to score, [n] each.
@@ -163,15 +163,15 @@ class PackedRows:
         These are the tokens in the last `num_actions` columns, except the first token of a row; columns count from the
         first of these.
         """
-        columns = self.spots % self.shape[1] - (self.shape[1] - num_actions)
+        columns = self.indices % self.shape[1] - (self.shape[1] - num_actions)
         at = ((columns >= 0) & (self.positions > 0)).nonzero().squeeze(1)
-        return at, self.spots[at] // self.shape[1], columns[at]
+        return at, self.indices[at] // self.shape[1], columns[at]
 
     def unpacked(self, values: Tensor) -> Tensor:
         """Unpack [T] to [B, S], with 0 at padding."""
         if self.shared is not None:
-            values = take_often(values, self.shared.slots)
-        rows, columns = self.spots // self.shape[1], self.spots % self.shape[1]
+            values = take_repeated(values, self.shared.slots)
+        rows, columns = self.indices // self.shape[1], self.indices % self.shape[1]
         # Not a view of a flat tensor: sharding attaches its backward hook to what a module returns.
         return values.new_zeros(self.shape).index_put((rows, columns), values)
 

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from coati.config import LoRASettings
 from coati.errors import CheckpointError, ConfigError, DataError
-from coati.models.calls import accepts, last_real_position, own_config, position_ids_from_mask
+from coati.models.calls import accepts, last_real_position, load_or_copy_config, position_ids_from_mask
 from coati.models.lora import add_lora
-from coati.models.memory import are_shapes_enough, own_memory
+from coati.models.memory import copy_mapped_weights, wants_shapes_only
 from coati.models.packing import (
     SCORED_TOKENS,
     PackedRows,
@@ -38,7 +38,7 @@ class ValueHeadModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel, *, lora: LoRASettings | None = None) -> None:
         super().__init__()
-        body, head = _take_apart(model)
+        body, head = _split_body_and_head(model)
         self.body: nn.Module = add_lora(body, lora, task="FEATURE_EXTRACTION")
         self.value_head = head
 
@@ -46,7 +46,7 @@ class ValueHeadModel(nn.Module):
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
         """Load what `save_pretrained` wrote, a classification model, or any decoder."""
         head_file = Path(path) / HEAD_FILE
-        is_empty = are_shapes_enough(kwargs)
+        is_empty = wants_shapes_only(kwargs)
         kwargs.setdefault("trust_remote_code", False)  # by default transformers would prompt on the terminal
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=kwargs["trust_remote_code"])
         architecture = next(iter(getattr(config, "architectures", None) or ()), "")
@@ -55,7 +55,7 @@ class ValueHeadModel(nn.Module):
         if is_empty:
             with torch.device("meta"):
                 return cls(auto_class.from_config(config, **kwargs), lora=lora)
-        loaded = cls(own_memory(auto_class.from_pretrained(str(path), **kwargs)), lora=lora)
+        loaded = cls(copy_mapped_weights(auto_class.from_pretrained(str(path), **kwargs)), lora=lora)
         if head_file.exists():
             try:
                 loaded.value_head.load_state_dict(load_file(head_file))
@@ -68,8 +68,8 @@ class ValueHeadModel(nn.Module):
         cls, config: PreTrainedConfig | str | Path, *, lora: LoRASettings | None = None, **kwargs: Any
     ) -> Self:
         """Create a model with random weights from a transformers config, or from the path of one."""
-        with torch.device("meta") if are_shapes_enough() else contextlib.nullcontext():
-            return cls(AutoModel.from_config(own_config(config), **kwargs), lora=lora)
+        with torch.device("meta") if wants_shapes_only() else contextlib.nullcontext():
+            return cls(AutoModel.from_config(load_or_copy_config(config), **kwargs), lora=lora)
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -87,7 +87,7 @@ class ValueHeadModel(nn.Module):
             with same_in_any_company(self, input_ids):
                 packed = PackedRows.of(input_ids, attention_mask)
                 if len(packed) > 0:
-                    return packed.unpacked(self._values_of(packed_hidden(self.body, packed)))
+                    return packed.unpacked(self._apply_head(packed_hidden(self.body, packed)))
         kwargs: dict[str, Any] = {}
         if attention_mask is not None and accepts(self.body, "position_ids"):
             kwargs["position_ids"] = position_ids_from_mask(attention_mask)
@@ -95,9 +95,9 @@ class ValueHeadModel(nn.Module):
             kwargs["use_cache"] = False
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask, **kwargs)[0]
         # A copy, not a view: sharding attaches its backward hook to what a module returns, and a view can lose it.
-        return self._values_of(hidden).clone()
+        return self._apply_head(hidden).clone()
 
-    def _values_of(self, hidden: Tensor) -> Tensor:
+    def _apply_head(self, hidden: Tensor) -> Tensor:
         """Apply the head to hidden states, [..., d] to [...]."""
         values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
         return values if values.dtype == torch.float64 else values.float()
@@ -166,7 +166,7 @@ def packs(model: nn.Module) -> bool:
     return isinstance(inner, ValueHeadModel) and not packing_problem(inner.body)
 
 
-def _take_apart(model: PreTrainedModel) -> tuple[nn.Module, nn.Linear]:
+def _split_body_and_head(model: PreTrainedModel) -> tuple[nn.Module, nn.Linear]:
     """Return the decoder body and a head with one output."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(

@@ -19,7 +19,7 @@ from coati.randomness import keyed_uniforms
 from coati.rollout.engine import admitted
 from coati.rollout.sampling import Sampler, stop_strings_of
 
-_ROWS = 256  # maximum number of rows at once, as reported by `room`
+_MAX_ROWS = 256  # rows at once, as reported by `room`
 
 
 class ReferenceEngine:
@@ -34,7 +34,7 @@ class ReferenceEngine:
     @property
     def room(self) -> int:
         """Number of further rows it should get."""
-        return max(0, _ROWS - len(self._kept) - sum(len(batch.samples) for batch in self._batches))
+        return max(0, _MAX_ROWS - len(self._kept) - sum(len(batch.samples) for batch in self._batches))
 
     def submit(self, samples: Sequence[Sample]) -> None:
         """Start samples with the next token; see `RolloutEngine.submit`. Rows of a batch are padded to equal length."""
@@ -74,8 +74,8 @@ class ReferenceEngine:
 
     def cancel(self, sample_ids: Collection[int]) -> None:
         """Drop samples; see `RolloutEngine.cancel`."""
-        for one in sample_ids:
-            self._kept.pop(one, None)
+        for sample_id in sample_ids:
+            self._kept.pop(sample_id, None)
         for batch in self._batches:
             batch.samples = {row: sample for row, sample in batch.samples.items() if sample.id not in sample_ids}
         self._batches = [batch for batch in self._batches if batch.samples]
@@ -110,19 +110,19 @@ class _Batch:
 
     def step(self, version: int) -> list[Sample]:
         """Generate a token of each row and return the samples that it finished."""
-        is_living = torch.tensor([row in self.samples for row in range(len(self._ids))], device=self._ids.device)
+        is_active = torch.tensor([row in self.samples for row in range(len(self._ids))], device=self._ids.device)
         tokens, log_probs = self._sampler(self._logits(), self._uniforms[:, len(self._drawn)])
-        tokens = tokens.where(is_living, self._pad_token)
+        tokens = tokens.where(is_active, self._pad_token)
         self._drawn.append((tokens, log_probs))
         self._versions.append(version)
         # Masked tokens do not advance positions, so finished rows stay within the context length.
         self._ids = torch.cat([self._ids, tokens.unsqueeze(1)], dim=1)
-        self._mask = torch.cat([self._mask, is_living.long().unsqueeze(1)], dim=1)
+        self._mask = torch.cat([self._mask, is_active.long().unsqueeze(1)], dim=1)
         has_ended = self._has_ended(tokens)
         is_cut = (len(self._drawn) >= self._limits) | (time.monotonic() > self._deadline)
-        is_over = zip(has_ended.tolist(), (has_ended | is_cut).tolist(), strict=True)
-        over = [(row, ended) for row, (ended, over) in enumerate(is_over) if over and row in self.samples]
-        return [self._take_out(row, is_cut=not ended) for row, ended in over]
+        states = zip(has_ended.tolist(), (has_ended | is_cut).tolist(), strict=True)
+        finished = [(row, ended) for row, (ended, is_over) in enumerate(states) if is_over and row in self.samples]
+        return [self._finish(row, is_cut=not ended) for row, ended in finished]
 
     def _logits(self) -> Tensor:
         """Return the logits of the next token of each row, [n, vocabulary]."""
@@ -151,7 +151,7 @@ class _Batch:
             has_ended |= criterion(self._ids, None)
         return has_ended
 
-    def _take_out(self, row: int, *, is_cut: bool) -> Sample:
+    def _finish(self, row: int, *, is_cut: bool) -> Sample:
         sample = self.samples.pop(row)
         sample.response = torch.stack([tokens[row] for tokens, _ in self._drawn])
         sample.log_probs = torch.stack([log_probs[row] for _, log_probs in self._drawn])

@@ -29,24 +29,24 @@ class Sampler:
     ) -> None:
         self._temperature = options.sampling_temperature
         self._is_greedy = not options.do_sample
-        self._cuts: list[Any] = []
+        self._filters: list[Any] = []
         if options.do_sample:
             if options.top_k > 0:
-                self._cuts.append(TopKLogitsWarper(top_k=options.top_k))
+                self._filters.append(TopKLogitsWarper(top_k=options.top_k))
             if options.top_p < 1.0:
-                self._cuts.append(TopPLogitsWarper(top_p=options.top_p))
+                self._filters.append(TopPLogitsWarper(top_p=options.top_p))
             if options.min_p > 0.0:
-                self._cuts.append(MinPLogitsWarper(min_p=options.min_p))
-        self._draw = draw if options.do_sample and not self._cuts else None
+                self._filters.append(MinPLogitsWarper(min_p=options.min_p))
+        self._draw = draw if options.do_sample and not self._filters else None
 
     def __call__(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens and their log-probs before top-k, top-p and min-p, [n] each, from logits [n, vocabulary]."""
         if self._draw is not None:
             return self._draw(logits, uniforms, self._temperature)
-        # A cut sets entries to -inf and changes no others, so a token that can be drawn keeps its log-prob.
+        # Filters set entries to -inf and change no others, so a token that can be drawn keeps its log-prob.
         scores = torch.log_softmax(logits.float() / self._temperature, dim=-1)
-        for cut in self._cuts:
-            scores = cut(None, scores)
+        for apply_filter in self._filters:
+            scores = apply_filter(None, scores)
         tokens = scores.argmax(dim=-1) if self._is_greedy else inverse_cdf(scores, uniforms)
         return tokens, scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
@@ -74,34 +74,38 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str], token_texts: Sequence[str], device: torch.device) -> None:
         self._strings = strings
-        beginnings = sorted({string[:size] for string in strings for size in range(len(string))}, key=len)
-        self._states = {beginning: state for state, beginning in enumerate(beginnings)}
-        self._longest = len(beginnings[-1])
-        self.found = len(beginnings)
+        prefixes = sorted({string[:size] for string in strings for size in range(len(string))}, key=len)
+        self._states = {prefix: state for state, prefix in enumerate(prefixes)}
+        self._max_prefix_length = len(prefixes[-1])
+        self.found = len(prefixes)
         texts = [*token_texts, ""]
-        by_first_letter: dict[str, list[int]] = defaultdict(list)
+        by_first_char: dict[str, list[int]] = defaultdict(list)
         for token, text in enumerate(texts):
-            by_first_letter[text[:1]].append(token)
-        fresh = torch.tensor([self._state_of(text) for text in texts], dtype=torch.int32)
-        rows = [fresh]
-        for state, beginning in enumerate(beginnings[1:], start=1):
-            row = fresh.clone()
-            row[by_first_letter[""]] = state
+            by_first_char[text[:1]].append(token)
+        from_start = torch.tensor([self._state_of(text) for text in texts], dtype=torch.int32)
+        rows = [from_start]
+        for state, prefix in enumerate(prefixes[1:], start=1):
+            row = from_start.clone()
+            row[by_first_char[""]] = state
             # Only tokens that continue this prefix, or a shorter one at its end, differ from the initial state.
-            ends = [beginning[start:] for start in range(len(beginning))]
-            letters = {
-                string[len(end)] for end in ends if end in self._states for string in strings if string.startswith(end)
+            suffixes = [prefix[start:] for start in range(len(prefix))]
+            next_chars = {
+                string[len(suffix)]
+                for suffix in suffixes
+                if suffix in self._states
+                for string in strings
+                if string.startswith(suffix)
             }
-            for token in (token for letter in letters for token in by_first_letter[letter]):
-                row[token] = self._state_of(beginning + texts[token])
+            for token in (token for char in next_chars for token in by_first_char[char]):
+                row[token] = self._state_of(prefix + texts[token])
             rows.append(row)
-        self.table = torch.stack([*rows, torch.full_like(fresh, self.found)]).to(device)  # [states, V + 1]
+        self.table = torch.stack([*rows, torch.full_like(from_start, self.found)]).to(device)  # [states, V + 1]
 
     def _state_of(self, text: str) -> int:
         if any(string in text for string in self._strings):
             return self.found
-        ends = (text[-size:] for size in range(min(self._longest, len(text)), 0, -1))
-        return next((self._states[end] for end in ends if end in self._states), 0)
+        suffixes = (text[-size:] for size in range(min(self._max_prefix_length, len(text)), 0, -1))
+        return next((self._states[suffix] for suffix in suffixes if suffix in self._states), 0)
 
     def can_be_found(self) -> bool:
         """Return whether some sequence of tokens spells a stop string."""

@@ -33,7 +33,7 @@ _EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
 
 
 @dataclasses.dataclass(eq=False)
-class _Written:
+class _InFlight:
     """A sample in flight, and its response so far."""
 
     sample: Sample
@@ -53,7 +53,7 @@ class _Written:
                 self.stop_state = self.stops.advance(self.stop_state, torch.tensor(token))
         return self.stops is not None and int(self.stop_state) == self.stops.found
 
-    def ended(self, device: torch.device, *, is_cut: bool) -> Sample:
+    def finish(self, device: torch.device, *, is_cut: bool) -> Sample:
         """Return the sample with its response."""
         sample = self.sample
         sample.response = torch.tensor(self.tokens, dtype=torch.long, device=device)
@@ -86,8 +86,8 @@ class VllmEngine:
         self._canaries: dict[str, Tensor] = {}  # by request: the log-probs that the actor computes
         self._version = 0
         self._waiting: deque[Sample] = deque()
-        self._writing: dict[str, _Written] = {}  # by request
-        self._kept: dict[int, _Written] = {}
+        self._writing: dict[str, _InFlight] = {}  # by request
+        self._kept: dict[int, _InFlight] = {}
         self._ended: list[Sample] = []  # held back until the weights are verified
         self._num_requests = 0
 
@@ -127,29 +127,29 @@ class VllmEngine:
         for output in self._engine.step():
             if output.request_id in self._canaries:
                 self._check_canary(output)
-            elif (written := self._writing.get(output.request_id)) is not None:
-                self._take(output, written)
+            elif (in_flight := self._writing.get(output.request_id)) is not None:
+                self._process_output(output, in_flight)
         if self._canaries:
             return []
         ended, self._ended = self._ended, []
         return ended
 
-    def _take(self, output: Any, written: _Written) -> None:
+    def _process_output(self, output: Any, in_flight: _InFlight) -> None:
         (completion,) = output.outputs
-        has_stopped = written.add(completion, self._version)
+        has_stopped = in_flight.add(completion, self._version)
         if has_stopped and not output.finished:
             self._engine.abort_request([output.request_id])
         if has_stopped or output.finished:
             del self._writing[output.request_id]
             is_cut = not has_stopped and completion.finish_reason == "length"
-            self._ended.append(written.ended(next(self.model.parameters()).device, is_cut=is_cut))
-            if written.sample.is_kept:
-                self._kept[written.sample.id] = written
+            self._ended.append(in_flight.finish(next(self.model.parameters()).device, is_cut=is_cut))
+            if in_flight.sample.is_kept:
+                self._kept[in_flight.sample.id] = in_flight
 
     def extend(self, sample_id: int, tokens: Sequence[int], max_new_tokens: int) -> None:
         """Continue a sample; see `RolloutEngine.extend`. Earlier tokens hit the prefix cache under the same weights."""
-        written = self._kept.pop(sample_id)
-        self._waiting.appendleft(written.sample.next_turn(written.tokens, tokens, max_new_tokens))
+        in_flight = self._kept.pop(sample_id)
+        self._waiting.appendleft(in_flight.sample.next_turn(in_flight.tokens, tokens, max_new_tokens))
 
     @torch.no_grad()
     def commit(self, version: int) -> None:
@@ -160,12 +160,12 @@ class VllmEngine:
 
     def cancel(self, sample_ids: Collection[int]) -> None:
         """Drop samples; see `RolloutEngine.cancel`."""
-        gone = {*sample_ids}
-        self._waiting = deque(sample for sample in self._waiting if sample.id not in gone)
-        self._ended = [sample for sample in self._ended if sample.id not in gone]
-        for one in gone:
-            self._kept.pop(one, None)
-        names = [name for name, written in self._writing.items() if written.sample.id in gone]
+        dropped = {*sample_ids}
+        self._waiting = deque(sample for sample in self._waiting if sample.id not in dropped)
+        self._ended = [sample for sample in self._ended if sample.id not in dropped]
+        for sample_id in dropped:
+            self._kept.pop(sample_id, None)
+        names = [name for name, in_flight in self._writing.items() if in_flight.sample.id in dropped]
         for name in names:
             del self._writing[name]
         if not self._writing and self._canaries:
@@ -269,7 +269,7 @@ class VllmEngine:
         stops = None
         if options.stop_strings:
             stops = stop_strings_of(options.tokenizer, options.stop_strings, torch.device("cpu"))
-        self._writing[name] = _Written(sample, stops)
+        self._writing[name] = _InFlight(sample, stops)
         self._send(name, sample.tokens, sampling)
 
     def _send(self, name: str, prompt: list[int], sampling: Any) -> None:

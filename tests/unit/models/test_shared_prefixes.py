@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import coati.models.packing
-from coati.models.packed_attention import take_often
-from coati.models.packing import LEAST_TOKENS, PackedRows, SharedPrefixes
+from coati.models.packed_attention import take_repeated
+from coati.models.packing import MIN_SHARED_TOKENS, PackedRows, SharedPrefixes
 
 
 def test_docstring_examples_run():
@@ -33,7 +33,7 @@ def test_a_token_is_shared_only_with_equal_prefixes(rows, paddings):
     for row, (words, padding) in enumerate(zip(rows, paddings, strict=False)):
         sequences[row, padding : padding + len(words)] = torch.tensor(words)
         mask[row, padding : padding + len(words)] = 1
-    shared = SharedPrefixes.of(sequences, mask.bool(), least=2)
+    shared = SharedPrefixes.of(sequences, mask.bool(), min_tokens=2)
     if shared is None:
         return
     packed = PackedRows.of(sequences, mask)
@@ -57,23 +57,23 @@ def num_computed(*rows):
 
 
 def test_a_prompt_is_computed_once_per_run_of_adjacent_rows():
-    one, other = range(LEAST_TOKENS), range(50, 50 + LEAST_TOKENS)
-    assert num_computed([*one, 1], [*one, 2, 3], [*other, 1], [*other, 2]) == 2 * LEAST_TOKENS + 5
+    one, other = range(MIN_SHARED_TOKENS), range(50, 50 + MIN_SHARED_TOKENS)
+    assert num_computed([*one, 1], [*one, 2, 3], [*other, 1], [*other, 2]) == 2 * MIN_SHARED_TOKENS + 5
     # Only adjacent rows are compared, and identical rows are computed once.
-    assert num_computed([*one, 1], [*other, 1], [*one, 2]) == 3 * LEAST_TOKENS + 3
-    assert num_computed([*one, 1], [*one, 1], [*one, 1]) == LEAST_TOKENS + 1
+    assert num_computed([*one, 1], [*other, 1], [*one, 2]) == 3 * MIN_SHARED_TOKENS + 3
+    assert num_computed([*one, 1], [*one, 1], [*one, 1]) == MIN_SHARED_TOKENS + 1
 
 
 def test_prefixes_that_are_too_short_are_not_shared():
-    short = range(LEAST_TOKENS - 1)
+    short = range(MIN_SHARED_TOKENS - 1)
     assert PackedRows.of(*batch([*short, 1], [*short, 2])).shared is None
-    prompt, long = range(LEAST_TOKENS), [100 + n for n in range(8 * LEAST_TOKENS)]
+    prompt, long = range(MIN_SHARED_TOKENS), [100 + n for n in range(8 * MIN_SHARED_TOKENS)]
     assert PackedRows.of(*batch([*prompt, *long], [*prompt, 1])).shared is None
-    assert PackedRows.of(*batch([*prompt, *long[: 5 * LEAST_TOKENS]], [*prompt, 1])).shared is not None
+    assert PackedRows.of(*batch([*prompt, *long[: 5 * MIN_SHARED_TOKENS]], [*prompt, 1])).shared is not None
 
 
 def shared_of(rows, mask):
-    return SharedPrefixes.of(torch.tensor(rows), torch.tensor(mask).bool(), least=2)
+    return SharedPrefixes.of(torch.tensor(rows), torch.tensor(mask).bool(), min_tokens=2)
 
 
 def test_equal_words_at_different_positions_are_not_shared():
@@ -99,7 +99,7 @@ def test_padding_content_does_not_matter():
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])  # with two dimensions or more, torch itself is exact on CPUs
 def test_gradients_of_repeated_indices_add_up_in_float32(shape):
     values = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
-    taken = take_often(values, torch.tensor([0] * 300 + [1]))
+    taken = take_repeated(values, torch.tensor([0] * 300 + [1]))
     taken.sum().backward()
     assert values.grad.flatten().tolist() == [300.0, 1.0]  # bfloat16 counts to 256 in steps of 1
     assert values.grad.dtype == torch.bfloat16

@@ -18,8 +18,8 @@ from torch import Tensor
 # Share of a GPU's free memory to use. The rest is for prefill, and for other processes on the GPU.
 MEMORY_SHARE = 0.5
 # Initial number of pages on a GPU, and the minimum factor to grow by, because growing copies the cache.
-_FEWEST_PAGES = 64
-_LEAST_GROWTH = 1.25
+_INITIAL_PAGES = 64
+_MIN_GROWTH = 1.25
 
 
 def enlarged(tensor: Tensor, *shape: int) -> Tensor:
@@ -66,8 +66,8 @@ class PagedCache:
         free += torch.cuda.memory_reserved(key.device) - torch.cuda.memory_allocated(key.device)
         page_bytes = 2 * len(self.keys) * key.shape[1] * self.page_size * key.shape[3] * key.element_size()
         most = int(MEMORY_SHARE * (free / page_bytes + self.num_pages))
-        wanted = min(max(2 * self.num_pages, self.num_pages + missing + 1, _FEWEST_PAGES), most)
-        return wanted if wanted >= _LEAST_GROWTH * self.num_pages else self.num_pages
+        wanted = min(max(2 * self.num_pages, self.num_pages + missing + 1, _INITIAL_PAGES), most)
+        return wanted if wanted >= _MIN_GROWTH * self.num_pages else self.num_pages
 
     def covering(self, num_positions: int) -> int:
         """Return the number of pages for `num_positions` positions."""
@@ -100,18 +100,18 @@ class PagedCache:
 
     def of_prompt(self, tokens: Sequence[int]) -> list[int]:
         """Return the pages that this prompt fills, if a sample has prefilled it with the current weights; else none."""
-        return self._of_prompts.get(self._filling(tokens), [])
+        return self._of_prompts.get(self._full_pages_of(tokens), [])
 
     def keep_prompt(self, tokens: Sequence[int], pages: list[int]) -> None:
         """Let later samples of this prompt share those of these pages that the prompt fills."""
-        if (filling := self._filling(tokens)) and filling not in self._of_prompts:
-            self._of_prompts[filling] = pages[: len(filling) // self.page_size]
-            self._prompts[pages[0]] = filling
+        if (full_pages := self._full_pages_of(tokens)) and full_pages not in self._of_prompts:
+            self._of_prompts[full_pages] = pages[: len(full_pages) // self.page_size]
+            self._prompts[pages[0]] = full_pages
 
     def forget_prompts(self) -> None:
         """Stop sharing prompts, because their keys and values are of older weights."""
         self._of_prompts.clear()
         self._prompts.clear()
 
-    def _filling(self, tokens: Sequence[int]) -> tuple[int, ...]:
+    def _full_pages_of(self, tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens[: len(tokens) // self.page_size * self.page_size])
