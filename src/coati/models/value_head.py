@@ -149,13 +149,13 @@ def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor |
     """Return V(state before each response token), [B, A]; a custom critic may return that itself."""
     values: Tensor = critic(sequences, attention_mask)
     batch, length = sequences.shape
-    came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-    if came == (batch, length) and num_actions < length:
+    shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    if shape == (batch, length) and num_actions < length:
         values = values[:, length - num_actions - 1 : length - 1]
-    elif came != (batch, num_actions):
+    elif shape != (batch, num_actions):
         raise DataError(
             f"the critic {type(critic).__name__} must return [{batch}, {length}] (one value for each token) "
-            f"or [{batch}, {num_actions}] (one for each response token), got {came}."
+            f"or [{batch}, {num_actions}] (one for each response token), got {shape}."
         )
     return values
 

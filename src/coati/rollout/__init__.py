@@ -1,4 +1,4 @@
-"""Rollout engines: generate responses, behind one protocol."""
+"""Rollout engines, which generate responses behind one protocol."""
 
 import logging
 from typing import Any
