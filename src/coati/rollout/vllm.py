@@ -168,7 +168,7 @@ class VllmEngine:
         names = [name for name, in_flight in self._writing.items() if in_flight.sample.id in dropped]
         for name in names:
             del self._writing[name]
-        if not self._writing and self._canaries:
+        if self._canaries and not self._writing and not self._ended:  # no sample needs these weights verified
             names += self._canaries
             self._canaries.clear()
             self._weights = ()  # not verified

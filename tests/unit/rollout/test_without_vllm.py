@@ -1,6 +1,7 @@
 """The vLLM engine without vLLM installed; tests/with_vllm need it."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from tiny import llama, samples_of
 
 from coati.config import RolloutSettings
 from coati.errors import ConfigError
+from coati.experience import Sample
 from coati.rollout import GenerateOptions, VllmEngine, generate, make_engine
 
 
@@ -28,3 +30,16 @@ def test_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(ConfigError, match=r"coati\[vllm\]"):
         generate(engine, request)
+
+
+def test_cancelling_other_samples_does_not_strand_one_that_waits_for_the_canary() -> None:
+    engine = VllmEngine(llama())
+    canary = SimpleNamespace(
+        request_id="canary-1", prompt_token_ids=[3, 4], prompt_logprobs=[None, {4: SimpleNamespace(logprob=-1.0)}]
+    )
+    engine._engine = SimpleNamespace(step=lambda: [canary], abort_request=lambda _names: None)
+    engine._canaries["canary-1"] = torch.tensor([-1.0])
+    finished = Sample(0, [3, 4])
+    engine._ended.append(finished)
+    engine.cancel([1])
+    assert engine.advance() == [finished]
