@@ -1,6 +1,7 @@
-"""What every engine must do. A test module of an engine imports all of it, and has these fixtures:
+"""Tests of the `RolloutEngine` protocol, which every engine must pass.
 
-`make_engine(model, **settings)`, an engine with few places, which settings may change; `policy(seed)`, a model for it.
+A test module of an engine imports everything from here and provides two fixtures: `make_engine(model, **settings)`
+returns an engine with `PLACES` slots, unless settings change that, and `policy(seed)` returns a model for it.
 """
 
 import pytest
@@ -13,17 +14,17 @@ from coati.rollout import GenerateOptions, generate
 
 PLACES = 3
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 3, 4, 11], [5, 5], [12, 13, 14]]
-ENDS = [2, 5, 8, 11]  # many, so that responses end at all lengths
+ENDS = [2, 5, 8, 11]  # several, so that responses have different lengths
 
 
 def request_of(ids, *, limit=9, is_kept=False, needs_log_probs=True, **options):
-    """The prompts of these samples; sample n continues prompt n modulo their number."""
+    """Return samples with these ids; sample n continues prompt n modulo the number of prompts."""
     options = GenerateOptions.parse(**{"eos_token_id": ENDS, "pad_token_id": 0, **options})
     return [Sample(one, PROMPTS[one % len(PROMPTS)], limit, 1, options, is_kept, needs_log_probs) for one in ids]
 
 
 def finish(engine, count, between=lambda: None):
-    """Advance until so many responses have come; they are returned by sample id."""
+    """Advance until `count` responses have ended, and return them by sample id."""
     found = {}
     for _ in range(200):
         if len(found) == count:
@@ -32,11 +33,11 @@ def finish(engine, count, between=lambda: None):
             assert response.id not in found
             found[response.id] = response
         between()
-    raise AssertionError(f"{count - len(found)} responses have not come")
+    raise AssertionError(f"{count - len(found)} responses have not ended")
 
 
 def learners(model, context, num_tokens, temperature=1.0):
-    """Log-probs of the last tokens of a text, by the learner's code."""
+    """Compute the log-probs of the last tokens of a text with the learner's code."""
     ids = torch.tensor([context])
     with torch.no_grad():
         scores, _ = action_logprobs(
@@ -52,7 +53,7 @@ def assert_exact(model, context, response, temperature=1.0):
 
 
 def load(model, other):
-    """Write the weights of another model over those of this one, where they lie."""
+    """Copy the weights of another model into the memory of this one's."""
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             tensor.copy_(other.state_dict()[name])
@@ -62,7 +63,7 @@ def texts(responses):
     return {one: response.response.tolist() for one, response in responses.items()}
 
 
-def test_a_sample_is_written_alike_whenever_it_comes_and_whatever_is_beside_it(make_engine, policy):
+def test_responses_do_not_depend_on_arrival_or_batch_composition(make_engine, policy):
     model = policy(0)
     together = make_engine(model)
     together.submit(request_of(range(8)))
@@ -80,7 +81,7 @@ def test_a_sample_is_written_alike_whenever_it_comes_and_whatever_is_beside_it(m
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"do_sample": False}], ids=str)
-def test_log_probs_are_those_of_the_learner(make_engine, policy, options):
+def test_log_probs_match_the_learner(make_engine, policy, options):
     model = policy(0)
     engine = make_engine(model)
     engine.submit(request_of(range(5), **options))
@@ -89,7 +90,7 @@ def test_log_probs_are_those_of_the_learner(make_engine, policy, options):
         assert response.is_cut == (response.response[-1].item() not in ENDS)
 
 
-def test_requests_with_other_options_do_not_mix(make_engine, policy):
+def test_requests_with_different_options_do_not_mix(make_engine, policy):
     model = policy(0)
     engine = make_engine(model)
     engine.submit(request_of([0, 1, 2, 3], temperature=0.7))
@@ -100,7 +101,7 @@ def test_requests_with_other_options_do_not_mix(make_engine, policy):
     assert [len(found[one].response) for one in (4, 5, 6)] == [3, 3, 3]
 
 
-def test_places_fall_free_as_responses_end_and_what_waits_takes_them(make_engine, policy):
+def test_waiting_samples_take_slots_as_responses_end(make_engine, policy):
     engine = make_engine(policy(0))
     before = engine.room
     engine.submit(request_of([0, 1], eos_token_id=[], limit=2))
@@ -111,12 +112,12 @@ def test_places_fall_free_as_responses_end_and_what_waits_takes_them(make_engine
     while len(ends) < 12:
         ends += [response.id for response in engine.advance()]
     assert sorted(ends) == list(range(12))
-    assert set(ends[:2]) == {0, 1}  # they did not wait for the long ones
+    assert set(ends[:2]) == {0, 1}  # they do not wait for long ones
     assert engine.room == before
     assert engine.advance() == []
 
 
-def test_every_token_has_the_version_that_wrote_it(make_engine, policy):
+def test_every_token_has_the_version_that_generated_it(make_engine, policy):
     engine = make_engine(policy(0))
     versions = iter(range(11, 100))
     engine.commit(10)
@@ -131,7 +132,7 @@ def test_every_token_has_the_version_that_wrote_it(make_engine, policy):
     assert finish(engine, 1)[2].versions.tolist() == [next(versions) - 1]
 
 
-def test_new_weights_write_the_next_tokens_over_the_old_cache(make_engine, policy):
+def test_new_weights_generate_the_next_tokens_with_the_old_cache(make_engine, policy):
     model, old, new = policy(0), policy(0), policy(1)
     engine = make_engine(model)
     engine.submit(request_of([0, 1], eos_token_id=[], limit=8))
@@ -148,11 +149,11 @@ def test_new_weights_write_the_next_tokens_over_the_old_cache(make_engine, polic
         torch.testing.assert_close(found[:num_old], by_old[:num_old], atol=1e-4, rtol=0)
         for other in (by_old, by_new):
             assert float((found - other)[num_old:].abs().max()) > 1e-4
-    engine.submit(request_of([2]))  # what begins now knows nothing of the old weights
+    engine.submit(request_of([2]))  # a new sample uses nothing from the old weights
     assert_exact(new, PROMPTS[2], finish(engine, 1)[2])
 
 
-def test_what_is_cancelled_does_not_come_and_can_be_submitted_again(make_engine, policy):
+def test_cancelled_samples_are_not_returned_and_can_be_resubmitted(make_engine, policy):
     model = policy(0)
     engine = make_engine(model)
     before = engine.room
@@ -160,18 +161,18 @@ def test_what_is_cancelled_does_not_come_and_can_be_submitted_again(make_engine,
     engine.submit(samples)
     engine.advance()
     engine.advance()
-    engine.cancel([1, 4, 77])  # one is being written, one may wait, one is unknown
+    engine.cancel([1, 4, 77])  # one is in flight, one may wait, one is unknown
     assert set(finish(engine, 3)) == {0, 2, 3}
     assert engine.room == before
-    engine.submit([samples[1], samples[4]])  # which an engine does not change
+    engine.submit([samples[1], samples[4]])  # engines do not change submitted samples
     again = finish(engine, 2)
     expected = generate(make_engine(model), request_of([1, 4], eos_token_id=[], limit=6))
     assert [again[one].response.tolist() for one in (1, 4)] == expected.sequences[:, -6:].tolist()
-    engine.submit([*again.values()])  # and so can what has ended
+    engine.submit([*again.values()])  # samples that have ended can be resubmitted too
     assert texts(finish(engine, 2)) == texts(again)
 
 
-def test_a_dialogue_goes_on_with_its_cache_and_its_draws_beside_others(make_engine, policy):
+def test_a_dialogue_continues_with_its_cache_and_draws(make_engine, policy):
     model = policy(0)
     engine = make_engine(model)
     before = engine.room
@@ -190,7 +191,7 @@ def test_a_dialogue_goes_on_with_its_cache_and_its_draws_beside_others(make_engi
     assert 0 < len(finish(engine, 1)[3].response) <= 2
     engine.cancel([0, 3])
     assert engine.room == before
-    # Other numbers than in the first turn.
+    # The second turn uses new random numbers.
     greedy = make_engine(model)
     greedy.submit(request_of([0], is_kept=True, limit=4))
     assert texts(finish(greedy, 1)) == {0: first[0].response.tolist()}
@@ -198,7 +199,7 @@ def test_a_dialogue_goes_on_with_its_cache_and_its_draws_beside_others(make_engi
     assert texts(finish(greedy, 1))[0] == found[0].response.tolist()
 
 
-def test_a_request_larger_than_those_before_comes_beside_them(make_engine, policy):
+def test_a_larger_request_can_join_running_ones(make_engine, policy):
     model = policy(0)
     engine = make_engine(model)
     engine.submit(request_of([0], eos_token_id=[], limit=6))
@@ -208,6 +209,6 @@ def test_a_request_larger_than_those_before_comes_beside_them(make_engine, polic
         assert_exact(model, PROMPTS[one % 6], response)
 
 
-def test_two_samples_of_one_id_are_refused(make_engine, policy):
+def test_duplicate_sample_ids_are_rejected(make_engine, policy):
     with pytest.raises(DataError, match="sample_ids"):
         make_engine(policy(0)).submit(request_of([1, 1]))

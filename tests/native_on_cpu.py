@@ -1,4 +1,4 @@
-"""The native engine as it runs on a GPU, but for graphs and kernels: their steps are computed by torch each time."""
+"""Runs the native engine on a CPU as on a GPU, except for graphs and kernels: torch computes every step."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from coati.rollout.native.graphs import StepGraphs
 
 
 def as_on_a_gpu(monkeypatch, *, page_size=4, most_pages=512):
-    """Short pages, few of them, and looks every few tokens; returns the steps that were captured."""
+    """Patch in short pages, few of them, and snapshots every few tokens; return the list of captured steps."""
     captured, reset = [], NativeEngine._reset
 
     def capture(_self, step, _changed):

@@ -1,4 +1,4 @@
-"""How torch computes on the CPU, what the errors of a GPU mean, and its second stream."""
+"""Devices: CPU set-up, clear errors for GPU failures, and the second CUDA stream."""
 
 import contextlib
 import functools
@@ -11,17 +11,17 @@ import torch
 from coati.errors import AcceleratorFailed, CoatiError, OutOfMemory
 
 HOST_MEMORY = "DefaultCPUAllocator"
-"""What torch's error says if it is the host's memory that ran out."""
-_NO_MEMORY = ("out of memory", "Cannot allocate memory", "ALLOC_FAILED", HOST_MEMORY)
-_BROKEN = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "CUDNN_STATUS", "Triton Error")
+"""Part of torch's error message when host memory ran out."""
+_OUT_OF_MEMORY = ("out of memory", "Cannot allocate memory", "ALLOC_FAILED", HOST_MEMORY)
+_GPU_FAILURE = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "CUDNN_STATUS", "Triton Error")
 
 
 def set_up_cpu(num_threads: int = 0) -> None:
-    """Use so many threads (0: as many as torch likes), and the quicker matrix products.
+    """Set the number of threads (0: torch's default), and disable oneDNN where it is slow.
 
-    On ARM, torch hands float32 products to oneDNN, whose set-up costs more than a small product (650 µs, else 57,
-    64×64 by 64×128, Neoverse N1). It is turned off on ARM without bfloat16, for which it is made: which one is
-    used changes the last bits, so it goes by the machine and not by a measurement.
+    On ARM, torch passes float32 products to oneDNN, whose set-up costs more than a small product (64×64 by 64×128 on a
+    Neoverse N1: 650 µs with it, 57 µs without). It is disabled on ARM without bfloat16, which it is made for. This
+    changes the last bits of results, so the choice depends on the machine and not on a measurement.
     """
     if num_threads > 0:
         torch.set_num_threads(num_threads)
@@ -42,9 +42,9 @@ def _is_arm_without_bfloat16() -> bool:
 
 @contextlib.contextmanager
 def device_errors_explained(what: str, remedy: str) -> Iterator[None]:
-    """Turn what torch raises inside, when memory runs out or a GPU fails, into an error of ours.
+    """Raise OutOfMemory or AcceleratorFailed in place of torch's errors for exhausted memory and GPU failures.
 
-    `what` names the work and its size; `remedy` is a sentence that says what to change if it needs less memory.
+    `what` names the work and its size; `remedy` is a sentence that says how to use less memory.
     """
     try:
         yield
@@ -52,19 +52,19 @@ def device_errors_explained(what: str, remedy: str) -> Iterator[None]:
         raise
     except (RuntimeError, MemoryError, OSError) as error:
         text = str(error).strip()
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(mark in text for mark in _NO_MEMORY):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(mark in text for mark in _OUT_OF_MEMORY):
             raise OutOfMemory(f"{what} ran out of memory{_memory_there()}. {remedy} torch said: {text}") from error
-        if isinstance(error, torch.AcceleratorError) or any(mark in text for mark in _BROKEN):
+        if isinstance(error, torch.AcceleratorError) or any(mark in text for mark in _GPU_FAILURE):
             raise AcceleratorFailed(
                 f"{what} failed on the GPU, which this process cannot use any more. `coati train --resume` continues "
-                "from the last checkpoint. The cause may be an earlier kernel: with CUDA_LAUNCH_BLOCKING=1 the error "
-                f"comes where it happens. torch said: {text}"
+                "from the last checkpoint. The cause may be an earlier kernel: set CUDA_LAUNCH_BLOCKING=1 to get the "
+                f"error where it happens. torch said: {text}"
             ) from error
         raise
 
 
 def _memory_there() -> str:
-    """How much of the GPU was taken, and by whom, in words; nothing if this process has no memory of one."""
+    """Describe the GPU memory in use; an empty string if this process holds none."""
     own = torch.cuda.memory_reserved()
     if not own:
         return ""
@@ -74,8 +74,8 @@ def _memory_there() -> str:
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The second stream of a device: always the same, because cuBLAS keeps 32 MiB for each that it computes on.
+    """Return the second stream of a device, always the same one, because cuBLAS keeps 32 MiB for each stream it uses.
 
-    Graphs that were captured on this stream compute on it wherever they are replayed; nothing else may run on it then.
+    Graphs that were captured on this stream run on it wherever they are replayed; run nothing else on it meanwhile.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""Keyed randomness: a sample's draws depend on the run's seed and the sample's id, and on nothing else.
+"""Keyed randomness: the draws of a sample depend only on the run's seed and the sample's id.
 
-Philox is a counter-based generator: its key *is* the (seed, id) pair, so no state has to be carried around.
+Philox is a counter-based generator: its key *is* the (seed, id) pair, so there is no state to store or pass around.
 """
 
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ import numpy as np
 
 _MASK_64 = (1 << 64) - 1
 
-# Streams keep independent uses of one sample's key apart.
+# Streams separate independent uses of the same key.
 STREAM_TOKENS = 0
 STREAM_PROMPTS = 1
 STREAM_EPOCHS = 2
 
 
 def keyed_generator(seed: int, key: int, *, stream: int = STREAM_TOKENS) -> np.random.Generator:
-    """A generator whose draws are a pure function of `(seed, key, stream)`.
+    """Return a generator whose draws are a pure function of `(seed, key, stream)`.
 
     >>> a, b = keyed_generator(7, 42), keyed_generator(7, 42)
     >>> bool((a.random(3) == b.random(3)).all())
@@ -27,11 +27,11 @@ def keyed_generator(seed: int, key: int, *, stream: int = STREAM_TOKENS) -> np.r
 
 
 def _words(*numbers: int) -> np.ndarray:
-    # Left to itself, numpy makes floats of a list of small and huge numbers, and keys would collide.
+    # Without dtype, numpy converts a list of small and huge integers to floats, and keys would collide.
     return np.array([number & _MASK_64 for number in numbers], dtype=np.uint64)
 
 
 def keyed_uniforms(seed: int, sample_ids: Sequence[int], num_draws: int) -> np.ndarray:
-    """Uniform draws in [0, 1), one row for each sample id: [len(sample_ids), num_draws], float64."""
+    """Return uniform draws in [0, 1), one row per sample id: [len(sample_ids), num_draws], float64."""
     rows = [keyed_generator(seed, sample_id).random(num_draws) for sample_id in sample_ids]
     return np.array(rows).reshape(len(rows), num_draws)

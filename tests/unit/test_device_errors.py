@@ -1,4 +1,4 @@
-"""Errors of a device, wherever they come from: ours, with the work, its size and what to change."""
+"""Device errors become coati errors that name the work, its size and the remedy."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ from coati.weights.served import ServedModels
         (OutOfMemory("the inner work ran out of memory. Use less."), OutOfMemory),
     ],
 )
-def test_what_torch_raises_becomes_ours(error, expected):
+def test_torch_errors_are_converted(error, expected):
     with pytest.raises(expected) as caught, device_errors_explained("the work on 8 tokens", "Lower the setting."):
         raise error
     is_translated = caught.value is not error
@@ -55,7 +55,7 @@ def test_what_torch_raises_becomes_ours(error, expected):
 
 
 class Full(nn.Module):
-    """A model for which there is no memory."""
+    """A model that runs out of memory."""
 
     def forward(self, *_args, **_kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -67,7 +67,7 @@ class Full(nn.Module):
 
 
 class OwnMaker(NaiveExperienceMaker):
-    """Makes experience in its own way."""
+    """Overrides how experience is made."""
 
     def make_experience(self, input_ids, attention_mask=None, **_kwargs):
         Full()()
@@ -92,7 +92,7 @@ def submit():
     finally:
         assert maker.num_writing == 0
         maker.engine.submit = real
-        make(maker)  # with less, it works
+        make(maker)  # it recovers
 
 
 def score():
@@ -114,7 +114,7 @@ def place():
 
 
 class Publishing(Trainer):
-    """Has no memory to publish from."""
+    """Runs out of memory when it publishes weights."""
 
     def next_batch(self):
         return Experience.empty()
@@ -156,6 +156,6 @@ def resume():
         (resume, "loading a checkpoint.*train.cpu_offload"),
     ],
 )
-def test_every_kind_of_work_says_what_it_was_and_what_to_change(work, what):
+def test_out_of_memory_errors_name_the_work_and_the_remedy(work, what):
     with pytest.raises(OutOfMemory, match=what):
         work()

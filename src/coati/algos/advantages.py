@@ -1,7 +1,8 @@
-"""From scores to advantages: the KL-shaped reward, returns, GAE with a critic, and groups without one.
+"""Advantages from scores: KL-shaped rewards, returns, GAE with a critic, and group baselines without one.
 
-A row's response is a prefix of its mask; the value after its last token is 0. `group_ids` say which responses answer
-the same prompt: all of a group must be in the same call. Scores are data, and results are detached.
+The response tokens of a row are a prefix of its mask; the value after the last token is 0. Responses with the same
+group id answer the same prompt, and a call must contain all responses of a group. Group scores are constants: results
+carry no gradient.
 """
 
 from typing import Literal, NamedTuple
@@ -20,7 +21,7 @@ def shaped_rewards(
     *,
     kl_coef: float,
 ) -> Tensor:
-    """-kl_coef · kl on each response token, plus the score on the last one, `[B, T]`; nothing without a token.
+    """Return -kl_coef · kl on each response token plus the score on the last one, `[B, T]`, zeros on padding.
 
     >>> mask = torch.tensor([[True, True, False]])
     >>> shaped_rewards(torch.tensor([1.0]), torch.tensor([[0.5, 0.25, 9.0]]), mask, kl_coef=1.0).tolist()
@@ -28,9 +29,9 @@ def shaped_rewards(
     """
     assert scores.shape == mask.shape[:1]
     clean_kl = zero_padding(kl, mask, name="kl")
-    # An estimate may overflow to inf where there is no penalty, and 0 * inf is nan.
+    # Without a penalty the estimate may still have overflowed to inf, and 0 * inf is nan.
     penalty = clean_kl * -kl_coef if kl_coef != 0 else torch.zeros_like(clean_kl)
-    tokens_from_here = mask.flip(-1).cumsum(-1).flip(-1)  # [B, T] counts this token and all after it
+    tokens_from_here = mask.flip(-1).cumsum(-1).flip(-1)  # [B, T] from this token to the last
     is_last = mask & (tokens_from_here == 1)
     return penalty + zero_padding(scores.unsqueeze(-1).expand(mask.shape), is_last, name="scores")
 
@@ -41,9 +42,9 @@ def gae(
     mask: Tensor,  # [B, T] bool, a prefix of True in each row
     *,
     gamma: float,
-    lam: float | Tensor,  # of all rows, or [B]
+    lam: float | Tensor,  # one for all rows, or [B]
 ) -> Tensor:
-    """Generalised advantage estimates A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} - V_t, `[B, T]`, 0 on padding.
+    """Return GAE: A_t = Σ_l (γλ)^l δ_{t+l} with δ_t = r_t + γ V_{t+1} - V_t, `[B, T]`, zeros on padding.
 
     >>> mask = torch.tensor([[True, True]])
     >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), mask, gamma=1.0, lam=1.0).tolist()
@@ -60,7 +61,7 @@ def adaptive_lambda(
     *,
     alpha: float,
 ) -> Tensor:
-    """VAPO's λ for GAE, 1 - 1 / (alpha · length) or 0, `[B]`: the longer a response, the further its score reaches."""
+    """Return VAPO's length-adaptive λ for GAE, max(0, 1 - 1 / (alpha · length)), `[B]`."""
     return (1 - 1 / (alpha * mask.sum(-1).clamp(min=1))).clamp(min=0.0)
 
 
@@ -68,22 +69,22 @@ def discounted_sums(
     terms: Tensor,  # [B, T] zeros on padding
     mask: Tensor,  # [B, T] bool, a prefix of True in each row
     *,
-    decay: float | Tensor,  # of all rows, or [B]
+    decay: float | Tensor,  # one for all rows, or [B]
 ) -> Tensor:
-    """S_t = terms_t + decay · S_{t+1} for each t, `[B, T]`, and 0 after the end."""
-    if terms.is_cuda:  # hundreds of sums so small that the host is done with all of them before a GPU has begun them
+    """Return S_t = terms_t + decay · S_{t+1} for each t, `[B, T]`; S is 0 after the last token."""
+    if terms.is_cuda:  # hundreds of tiny kernels would take longer to launch than the sums take on the CPU
         decay = decay.cpu() if isinstance(decay, Tensor) else decay
         return discounted_sums(terms.cpu(), mask.cpu(), decay=decay).to(terms.device)
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         raise DataError(
             "the mask must be True on a prefix of each row and False after it, got a row where True follows "
-            "False. Move padding behind the response."
+            "False. Pad responses on the right."
         )
     if terms.shape[1] == 0:
         return terms
     columns = terms.unbind(dim=1)
     sums = [columns[-1]]
-    # Backwards through the padding first: its terms are zero, so each row starts at its own last token.
+    # Going backwards, padding comes first. Its terms are zero, so the sum of each row starts at its last token.
     for column in columns[-2::-1]:
         sums.append(column + decay * sums[-1])
     return torch.stack(sums[::-1], dim=1)
@@ -96,10 +97,11 @@ def grpo_advantages(
     divide_by: Literal["deviation", "mean", "nothing"] = "deviation",
     eps: float = 1e-6,
 ) -> Tensor:
-    """(score - group mean) / (population standard deviation of the group + eps), `[B]`.
+    """Return (score - group mean) / (population standard deviation of the group + eps), `[B]`.
 
-    Or undivided (Dr. GRPO), or divided by the mean (MaxRL, arXiv 2602.02710), where hard prompts weigh more and scores
-    must be 0 or more. A group of equal scores, or of one, gets exact zeros.
+    With `divide_by` "nothing" the difference is not divided (Dr. GRPO). With "mean" it is divided by the group mean
+    (MaxRL, arXiv 2602.02710), which gives hard prompts more weight and requires scores of 0 or more. Groups with equal
+    scores, or with a single response, get exact zeros.
 
     >>> scores, group_ids = torch.tensor([1.0, 5.0, 3.0, 7.0]), torch.tensor([0, 1, 0, 1])
     >>> grpo_advantages(scores, group_ids, eps=0.0).tolist()
@@ -113,12 +115,12 @@ def grpo_advantages(
         if bool((groups.lowest < 0).any()):
             raise DataError(
                 f"scores must be 0 or more to be divided by their mean (MaxRL), got {float(groups.lowest.min()):g}. "
-                "Use a reward such as 1 for right and 0 for wrong, or another algorithm."
+                "Use a reward that is never negative, such as 1 for correct and 0 for wrong, or another algorithm."
             )
         mean = groups.lowest + groups.mean_of(groups.above_lowest)
         return centered / torch.where(mean > 0, mean, torch.ones_like(mean))
     variance = groups.mean_of(centered.square())
-    # Zeros over anything are zeros, but 0 / 0 is not.
+    # Where all scores are equal the result is 0, but with eps = 0 it would be 0 / 0.
     divisor = torch.where(variance > 0, variance.sqrt() + eps, torch.ones_like(variance))
     return centered / divisor
 
@@ -127,13 +129,13 @@ def rloo_advantages(
     scores: Tensor,  # [B] one score per response
     group_ids: Tensor,  # [B] integers
 ) -> Tensor:
-    """Score minus the mean score of the *other* responses of its group, `[B]`; 0 for a response alone in its group.
+    """Return each score minus the mean score of the *other* responses of its group, `[B]`; 0 in a group of one.
 
     >>> rloo_advantages(torch.tensor([1.0, 2.0, 6.0, 9.0]), torch.tensor([7, 7, 7, 8])).tolist()
     [-3.0, -1.5, 4.5, 0.0]
     """
     groups = _groups(scores, group_ids)
-    # Counted from the lowest score of the group, which drops out of the difference; alone, that is oneself.
+    # Scores relative to the lowest of the group, which cancels out. In a group of one this is 0 - 0.
     others = groups.sum_of(groups.above_lowest) - groups.above_lowest
     return groups.above_lowest - divide_by_count(others, groups.size - 1)
 
@@ -145,9 +147,9 @@ def reinforce_returns(
     gamma: float,
     group_ids: Tensor | None = None,  # [B] integers
 ) -> Tensor:
-    """Discounted returns, `[B, T]`, zeros on padding: REINFORCE++ before it whitens them over the batch.
+    """Return discounted returns, `[B, T]`, zeros on padding, which REINFORCE++ then whitens over the batch.
 
-    With `group_ids` every token gives up the mean return, at first tokens, of the responses of its group.
+    With `group_ids`, subtract the mean return of the group, taken at the first token of each response.
     """
     returns = discounted_sums(zero_padding(token_rewards.detach(), mask, name="rewards"), mask, decay=gamma)  # [B, T]
     if group_ids is not None:
@@ -164,18 +166,18 @@ def has_signal(
     scores: Tensor,  # [B] one score per response
     group_ids: Tensor,  # [B] integers
 ) -> Tensor:
-    """False for responses of groups whose scores are all equal, so that all advantages are zero, `[B]` bool."""
+    """Return False for responses in groups with equal scores, whose advantages are all zero, `[B]` bool."""
     groups = _groups(scores, group_ids)
     return groups.sum_of(groups.above_lowest) > 0
 
 
 class _Groups(NamedTuple):
-    """Scores `[B]` counted from the lowest of their group, so that equal scores are exact zeros, and not noise."""
+    """Scores relative to the lowest of their group, so that equal scores give exact zeros, not rounding noise."""
 
-    members: Tensor  # [B] 0, 1, ... in place of the ids
-    size: Tensor  # [B] responses in the group
-    lowest: Tensor  # [B] score
-    above_lowest: Tensor  # [B]
+    members: Tensor  # [B] group index: 0, 1, ...
+    size: Tensor  # [B] number of responses in the group
+    lowest: Tensor  # [B] lowest score of the group
+    above_lowest: Tensor  # [B] score - lowest
 
     def sum_of(self, values: Tensor) -> Tensor:
         return _group_sums(values, self.members)
@@ -188,10 +190,10 @@ def _groups(scores: Tensor, group_ids: Tensor) -> _Groups:
     assert scores.dim() == 1
     assert group_ids.shape == scores.shape
     assert not group_ids.is_floating_point()
-    assert bool(scores.isfinite().all()), "what has no finite reward is dropped before it is compared"
+    assert bool(scores.isfinite().all()), "responses without a finite reward must be dropped before groups are compared"
     wide = at_least_float32(scores.detach())
     members = torch.unique(group_ids, return_inverse=True)[1]  # [B]
-    # There are never more groups than responses, so [B] has room for one number per group.
+    # There are at most B groups, so a [B] tensor has room for one number per group.
     lowest = torch.zeros_like(wide).scatter_reduce(0, members, wide, "amin", include_self=False)[members]
     return _Groups(
         members=members,

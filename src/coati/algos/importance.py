@@ -1,10 +1,11 @@
-"""Training on data that an older policy sampled: importance weights.
+"""Importance weights, for training on data that an older policy sampled.
 
-The *behavior* policy sampled the tokens, the *proximal* one is that which the step starts from, the *current* one is
-being trained. Decoupled PPO is `policy_loss` around the proximal policy, its advantages times importance weights.
+The *behavior* policy sampled the tokens, the *proximal* policy is the one that the step starts from, and the *current*
+policy is being trained. Decoupled PPO is `policy_loss` with ratios relative to the proximal policy and with advantages
+multiplied by importance weights.
 
-With d = log policy(token) - log behavior(token), a token's weight is w = exp(d), a response's is exp(Σ d), or their
-geometric mean exp(Σ d / n). The variance that unbiased weights cost is why w is cut:
+With d = log policy(token) - log behavior(token), the weight of a token is w = exp(d). The weight of a response is
+exp(Σ d), or the geometric mean exp(Σ d / n). Unbiased weights have high variance, so w is truncated or masked:
 
 | kind       | weight                         | known as                                                         |
 |------------|--------------------------------|------------------------------------------------------------------|
@@ -12,7 +13,7 @@ geometric mean exp(Σ d / n). The variance that unbiased weights cost is why w i
 | "mask"     | w if floor ≤ w ≤ cap else 0    | MIS; IcePop (tokens, 0.5 to 5); geometric mask (0.999 to 1.001)  |
 | "none"     | 1                              |                                                                  |
 
-Weights are never differentiated. On-policy data has weight exactly 1, whatever the kind and level.
+Weights are never differentiated. On-policy data has a weight of exactly 1 for every kind and level.
 """
 
 from typing import Literal, assert_never
@@ -27,7 +28,7 @@ ImportanceKind = Literal["truncate", "mask", "none"]
 
 
 def importance_weights(
-    logprobs: Tensor,  # [B, T] the policy to correct to: proximal or current
+    logprobs: Tensor,  # [B, T] target policy: proximal or current
     behavior_logprobs: Tensor,  # [B, T] policy that sampled the tokens
     mask: Tensor,  # [B, T] bool, True on response tokens
     *,
@@ -36,17 +37,17 @@ def importance_weights(
     cap: float,
     floor: float = 0.0,
 ) -> Tensor:
-    """Weight of each response token, `[B, T]`, detached, zeros on padding.
+    """Return the weight of each response token, `[B, T]`, detached, zeros on padding.
 
-    `cap` must be 1 or more and `floor`, which only a mask has, 1 or less, so that on-policy data is never cut. A weight
-    too large for its dtype becomes the largest power of e that is not.
+    `cap` must be at least 1 and `floor` (only used by kind "mask") at most 1, so on-policy data is never cut. A weight
+    that would overflow its dtype becomes the largest integer power of e that fits.
 
     >>> logprobs, behavior = torch.tensor([[4.0, 0.5]]).log(), torch.zeros(1, 2)
     >>> mask = torch.ones(1, 2, dtype=torch.bool)
     >>> importance_weights(logprobs, behavior, mask, level="token", kind="truncate", cap=2.0).tolist()
     [[2.0, 0.5]]
     """
-    assert floor <= 1 <= cap, f"on-policy data has weight 1, got bounds of {floor} and {cap}"
+    assert floor <= 1 <= cap, f"the bounds must include 1, the weight of on-policy data, got {floor} and {cap}"
     current = zero_padding(logprobs.detach(), mask, name="logprobs")
     behavior = zero_padding(behavior_logprobs.detach(), mask, name="behavior_logprobs")
     log_ratio = current - behavior  # [B, T], 0 on padding
@@ -70,16 +71,16 @@ def weight_moments(
     *,
     level: Literal["token", "sequence"],
 ) -> MaskedMoments:
-    """Mean and variance of the uncut weights of all tokens, or all responses, in float64."""
+    """Return the mean and variance of the uncut weights over all tokens, or all responses, in float64."""
     log_weights, is_sample = zero_padding(log_ratios.detach(), mask, name="log_ratios"), mask
     if level == "sequence":
         log_weights, is_sample = log_weights.sum(-1), mask.any(-1)
-    # Squares of weights beyond e^±300 would leave float64.
+    # Squares of weights beyond e^±300 would overflow or underflow float64.
     return masked_moments(log_weights.double().clamp(-300, 300).exp(), is_sample)
 
 
 def effective_sample_size(weights: MaskedMoments) -> Tensor:
-    """(Σ w)² / (n Σ w²), a scalar: the share of the data that the weights leave; 0 without any.
+    """Return (Σ w)² / (n Σ w²), the effective sample size as a fraction of n, a scalar; 0 if n is 0.
 
     >>> weights = torch.tensor([[3.0, 1.0, 2.0]])  # 36 / (3 · 14)
     >>> round(effective_sample_size(weight_moments(weights.log(), weights > 0, level="token")).item(), 4)

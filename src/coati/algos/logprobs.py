@@ -1,16 +1,16 @@
-"""Log-probabilities of tokens, and entropies, from logits or straight from hidden states.
+"""Log-probs and entropies of tokens, from logits or directly from hidden states.
 
-Both work on a chunk of tokens at a time and compute each chunk again in the backward pass, with the gradient in closed
-form: with z = logits / temperature, p = softmax(z), H its entropy and a the token,
+Both functions work on one chunk of tokens at a time and recompute each chunk in the backward pass, with the gradient in
+closed form. With z = logits / temperature, p = softmax(z), H its entropy and a the token,
 
     d log p_a / dz = onehot(a) - p   and   dH / dz = -p · (log p + H).
 
-For `head_logprobs_and_entropy` no `[tokens, vocabulary]` tensor exists: the head is applied to a chunk, what is wanted
-is read off, and the logits are dropped. On a GPU that is compiled, because single operations widen logits to float32
-and pass over them again and again, which costs more than the product with the head. A token's numbers do not depend on
-the size of the chunks; sums over tokens, and results, are in float32 at least. Differentiable once.
+`head_logprobs_and_entropy` never materialises a `[tokens, vocabulary]` tensor: it applies the head to a chunk, computes
+the results and frees the logits. On a GPU this is compiled, because eager operations widen the logits to float32 and
+read them several times, which costs more than the product with the head. The results of a token do not depend on the
+chunk size. Results and sums over tokens are in float32 at least. Only first derivatives are supported.
 
-`temperature` is a number, or a tensor whose shape leads that of the tokens, such as `[B]`.
+`temperature` is a number, or a tensor whose shape is a prefix of the tokens' shape, such as `[B]`.
 """
 
 import functools
@@ -25,13 +25,13 @@ from torch.nn import functional as F
 
 from coati.errors import ConfigError
 
-# Tokens of given logits that are widened at once.
+# Tokens whose logits are widened to float32 at once, where logits are given.
 _CHUNK_TOKENS = 4096
-# Bytes of the logits of one chunk: small products would waste an accelerator; uncompiled there are float32 copies too.
+# Bytes of logits per chunk. Small products would waste an accelerator; uncompiled code makes float32 copies as well.
 _CHUNK_BYTES = 1 << 30
 _CHUNK_BYTES_UNCOMPILED = 1 << 28
 _CHUNK_BYTES_CPU = 1 << 27
-# An accelerator's chunks are cut to a multiple of this many tokens, which matrix products like.
+# Chunks on an accelerator are a multiple of this many tokens, for efficient matrix products.
 _CHUNK_STEP = 128
 
 
@@ -43,9 +43,9 @@ def logprobs_and_entropy(
     with_entropy: bool = True,
     chunk_tokens: int = _CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each token under softmax(logits / temperature), and the entropy of that, `[..., T]` each.
+    """Return the log-prob of each token under softmax(logits / temperature), and its entropy, `[..., T]` each.
 
-    A logit of -inf is a token that cannot come; it adds nothing.
+    A logit of -inf means probability 0 and adds nothing to the entropy.
 
     >>> logprobs, entropy = logprobs_and_entropy(torch.tensor([[0.0, 0.0, float("-inf")]]), torch.tensor([1]))
     >>> round(logprobs.item(), 4), round(entropy.item(), 4)  # -log 2, log 2
@@ -72,13 +72,14 @@ def head_logprobs_and_entropy(
     with_entropy: bool = True,
     chunk_tokens: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(linear(hidden, weight, bias) / temperature) at each token, and its entropy, `[N]` each.
+    """Return log softmax(linear(hidden, weight, bias) / temperature) at each token, and its entropy, `[N]` each.
 
-    `chunk_tokens` is how many tokens' logits exist at once; 0 chooses. Under autocast they are computed in its format.
+    `chunk_tokens` is the number of tokens whose logits exist at once; 0 picks one that bounds memory. Under autocast,
+    logits are computed in the autocast dtype.
 
     >>> weight = torch.tensor([[0.0], [1.0]])
     >>> logprobs, entropy = head_logprobs_and_entropy(torch.zeros(3, 1), weight, torch.tensor([0, 1, 1]))
-    >>> [round(value, 4) for value in logprobs.tolist()]  # two tokens, equally likely: -log 2
+    >>> [round(value, 4) for value in logprobs.tolist()]  # two equally likely tokens: -log 2
     [-0.6931, -0.6931, -0.6931]
     """
     assert tokens.shape == hidden.shape[:1], f"tokens of shape {tuple(tokens.shape)} for {tuple(hidden.shape)}"
@@ -89,7 +90,7 @@ def head_logprobs_and_entropy(
     is_autocast = torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device_type) if is_autocast else hidden.dtype
     if chunk_tokens == 0:
-        chunk_tokens = _tokens_of_a_chunk(weight.shape[0], hidden.device, dtype)
+        chunk_tokens = _default_chunk_tokens(weight.shape[0], hidden.device, dtype)
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, tokens.long().contiguous(), scale, dtype, chunk_tokens, with_entropy
     )
@@ -109,19 +110,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        # An entropy that only feeds a metric has no gradient; None instead of zeros saves its part of the backward.
+        # An entropy that only feeds a metric has no gradient; None instead of zeros skips its part of the backward.
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.chunk_tokens = dtype, chunk_tokens
         is_compiled = weight is not None and _compiles(inputs.device)
         read_off: Callable[..., Any] = _compiled(_read_off_at_once) if is_compiled else _read_off
-        narrow = _narrow(weight, dtype), _narrow(bias, dtype)
-        logprobs = torch.empty(tokens.shape, dtype=wide_format(dtype), device=inputs.device)
+        narrow = _cast(weight, dtype), _cast(bias, dtype)
+        logprobs = torch.empty(tokens.shape, dtype=wide_dtype(dtype), device=inputs.device)
         entropy = torch.empty_like(logprobs) if with_entropy else None
         all_sums = []
         for at in _chunks(len(tokens), chunk_tokens):
             logits = _logits(inputs[at], *narrow)
-            logprobs[at], of_chunk, sums = read_off(logits, tokens[at], _part(scale, at), with_entropy)
-            del logits  # before the next chunk's are there
+            logprobs[at], of_chunk, sums = read_off(logits, tokens[at], _slice(scale, at), with_entropy)
+            del logits  # before those of the next chunk are allocated
             if entropy is not None:
                 entropy[at] = of_chunk
             all_sums.append(sums)
@@ -135,16 +136,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         inputs, weight, bias, tokens, scale, entropy, sums = ctx.saved_tensors
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 8
-        wide = wide_format(ctx.dtype)
+        wide = wide_dtype(ctx.dtype)
         gradient = _gradient if sums is None else _compiled(_gradient_in_place)
-        narrow = _narrow(weight, ctx.dtype), _narrow(bias, ctx.dtype)
+        narrow = _cast(weight, ctx.dtype), _cast(bias, ctx.dtype)
         wants_inputs, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_inputs = torch.empty_like(inputs) if wants_inputs else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
         for at in _chunks(len(tokens), ctx.chunk_tokens):
             logits = _logits(inputs[at], *narrow)
-            given = (_part(each, at) for each in (scale, sums, grad_logprobs, grad_entropy, entropy))
+            given = (_slice(each, at) for each in (scale, sums, grad_logprobs, grad_entropy, entropy))
             grad, of_tokens = gradient(logits, tokens[at], *given)
             grad.scatter_(-1, tokens[at].unsqueeze(-1), of_tokens)
             if grad_bias is not None:
@@ -166,11 +167,11 @@ def _logits(inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tenso
     return inputs if weight is None else F.linear(inputs.to(weight.dtype), weight, bias)
 
 
-def _narrow(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-def _part(tensor: Tensor | None, at: Any) -> Tensor | None:
+def _slice(tensor: Tensor | None, at: Any) -> Tensor | None:
     return None if tensor is None else tensor[at]
 
 
@@ -179,7 +180,7 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
 
 
 def temperature_per_token(temperature: float | Tensor, shape: torch.Size, *, like: Tensor) -> Tensor | None:
-    """The temperature as `[*shape, 1]`, or None when it is the number 1 and nothing needs dividing."""
+    """Return the temperature as `[*shape, 1]`, or None if it is the number 1 and no division is needed."""
     if not isinstance(temperature, Tensor):
         if temperature == 1:
             return None
@@ -190,14 +191,14 @@ def temperature_per_token(temperature: float | Tensor, shape: torch.Size, *, lik
             "were sampled with, or 1.0 for greedy decoding."
         )
     assert temperature.shape == shape[: temperature.dim()], "one temperature for each sample"
-    # float64 does not exist on every accelerator; what is computed in decides.
-    column = temperature.detach().to(device=like.device, dtype=wide_format(like.dtype))
+    # Not every accelerator has float64, so use the dtype of the computation.
+    column = temperature.detach().to(device=like.device, dtype=wide_dtype(like.dtype))
     column = column.reshape(column.shape + (1,) * (len(shape) - column.dim()))
     return column.expand(shape).unsqueeze(-1)  # [*shape, 1]
 
 
-def _tokens_of_a_chunk(vocabulary: int, device: torch.device, dtype: torch.dtype) -> int:
-    """How many tokens' logits to compute at once."""
+def _default_chunk_tokens(vocabulary: int, device: torch.device, dtype: torch.dtype) -> int:
+    """Return the number of tokens whose logits to compute at once."""
     budget = _CHUNK_BYTES_CPU
     if device.type != "cpu":
         budget = _CHUNK_BYTES if _compiles(device) else _CHUNK_BYTES_UNCOMPILED
@@ -206,7 +207,7 @@ def _tokens_of_a_chunk(vocabulary: int, device: torch.device, dtype: torch.dtype
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, where the factors may be in a narrower format."""
+    """Add left @ right to `total` in place; the factors may have a narrower dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda and _adds_products_in_place(total.device, left.dtype):
@@ -217,7 +218,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @functools.cache
 def _adds_products_in_place(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch adds a product of such factors to a float32 matrix in one go: tried, and held against sums."""
+    """Return whether torch can add a product of `dtype` factors to a float32 matrix in one call; found by trial."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(24, width, generator=generator).to(device, dtype) for width in (40, 16))
     total = torch.randn(40, 16, generator=generator).to(device)
@@ -227,21 +228,21 @@ def _adds_products_in_place(device: torch.device, dtype: torch.dtype) -> bool:
             torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
     except (RuntimeError, TypeError, NotImplementedError):
         return False
-    # Rounded to half precision on the way it would be off by a hundred times this.
+    # Rounding the product to half precision first would give an error a hundred times larger.
     return bool((total - expected).abs().max() < 1e-4)
 
 
 @functools.cache
 def _compiles(device: torch.device) -> bool:
-    """Whether torch.compile works on a device: tried once, on an accelerator; warns if it does not."""
+    """Return whether torch.compile works on a device; tries it once on an accelerator, and warns if it fails."""
     if device.type == "cpu":
         return False
     try:
         torch.compile(torch.neg)(torch.zeros(2, device=device))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # no Triton, no C compiler, a card or driver that it does not know
-        reason = " ".join(str(error).splitlines()[:2])  # of the compiler, and of what it met
+    except Exception as error:  # no Triton, no C compiler, or an unsupported GPU or driver
+        reason = " ".join(str(error).splitlines()[:2])  # the compiler's message and its cause
         warnings.warn(f"computing log-probs uncompiled, which is slower: {reason}", RuntimeWarning, stacklevel=2)
         return False
     return True
@@ -249,7 +250,7 @@ def _compiles(device: torch.device) -> bool:
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of tensors for any length of their first dimension."""
+    """Compile a function of tensors with a dynamic first dimension."""
     compiled = torch.compile(function)
 
     def call(*args: Any) -> Any:
@@ -267,7 +268,7 @@ def _read_off(
     scale: Tensor | None,  # [n, 1]
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """Log-prob of each token and entropy of its distribution, [n] each."""
+    """Return the log-prob of each token and the entropy of its distribution, [n] each."""
     log_p = _log_softmax(logits, scale, None)
     chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     if not with_entropy:
@@ -279,13 +280,13 @@ def _read_off(
 def _read_off_at_once(
     logits: Tensor, tokens: Tensor, scale: Tensor | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The same, compiled in fewer passes, and [n, 2] the largest logit and the log of the sum above it."""
-    z = _scaled(logits, scale).to(wide_format(logits.dtype))
+    """Like `_read_off`, for compilation into fewer passes; also return [n, 2]: max logit, log Σ exp(logit - max)."""
+    z = _scaled(logits, scale).to(wide_dtype(logits.dtype))
     top = z.amax(-1, keepdim=True)
     above = z - top
     mass = above.exp()
     total = mass.sum(-1, keepdim=True)
-    # Apart, and not as their sum: 1 - p of a likely token needs the digits that the sum would lose.
+    # Kept separate: their sum would lose digits that 1 - p of a likely token needs.
     sums = torch.cat([top, total.log()], dim=1)
     chosen = above.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - sums[:, 1]
     if not with_entropy:
@@ -297,26 +298,29 @@ def _gradient(
     logits: Tensor,  # [n, V]
     tokens: Tensor,  # [n]
     scale: Tensor | None,  # [n, 1]
-    sums: Tensor | None,  # [n, 2] of `_read_off_at_once`; None: all is reduced again
+    sums: Tensor | None,  # [n, 2] from `_read_off_at_once`; None: reduce again
     grad_logprobs: Tensor | None,  # [n]
     grad_entropy: Tensor | None,  # [n]
     entropy: Tensor | None,  # [n]
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the loss by the logits, [n, V], and what stands at the tokens instead, [n, 1], in their format."""
-    wide, index = wide_format(logits.dtype), tokens.unsqueeze(-1)
+    """Return the loss gradient of the logits, [n, V], and its values at the tokens, [n, 1], in the logits' dtype.
+
+    The caller writes the second into the first.
+    """
+    wide, index = wide_dtype(logits.dtype), tokens.unsqueeze(-1)
     by_logprob = torch.zeros_like(index, dtype=wide) if grad_logprobs is None else grad_logprobs.unsqueeze(-1)
     if grad_entropy is None:
         is_reduced = sums is not None
         gradient = (
             _log_softmax(logits, scale, sums).exp() if is_reduced else _scaled(logits, scale).softmax(-1, dtype=wide)
         )
-        own = gradient.gather(-1, index) - 1.0  # in full precision: 1 - p is small where the token was likely
+        own = gradient.gather(-1, index) - 1.0  # in full precision: 1 - p is small for a likely token
         factor = -by_logprob
     else:
         assert entropy is not None
         log_p = _log_softmax(logits, scale, sums)
         p = log_p.exp()
-        # A token that cannot come has log p = -inf, and 0 · -inf is nan; below -1e4 p is 0.
+        # A token of probability 0 has log p = -inf, and 0 · -inf is nan; below -1e4 p is 0.
         gradient = log_p.clamp_(min=-1e4).add_(entropy.unsqueeze(-1))
         gradient.mul_(-grad_entropy.unsqueeze(-1)).sub_(by_logprob).mul_(p)
         own = gradient.gather(-1, index) + by_logprob
@@ -328,23 +332,23 @@ def _gradient(
 
 
 def _gradient_in_place(logits: Tensor, tokens: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    """`_gradient` in the memory of the logits, given their sums."""
-    # From the tokens' own logits: torch.compile would keep a wide gradient that is used twice.
+    """Compute `_gradient` from the saved sums, in the memory of the logits."""
+    # The values at the tokens are computed separately: torch.compile would store a wide gradient that is used twice.
     _, of_tokens = _gradient(logits.gather(-1, tokens.unsqueeze(-1)), torch.zeros_like(tokens), *given)
     return logits.copy_(_gradient(logits, tokens, *given)[0]), of_tokens
 
 
-def wide_format(dtype: torch.dtype) -> torch.dtype:
-    """What sums and softmaxes are computed in."""
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that sums and softmaxes are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _scaled(logits: Tensor, scale: Tensor | None) -> Tensor:
-    return logits if scale is None else logits.to(wide_format(logits.dtype)) / scale
+    return logits if scale is None else logits.to(wide_dtype(logits.dtype)) / scale
 
 
 def _log_softmax(logits: Tensor, scale: Tensor | None, sums: Tensor | None) -> Tensor:
-    scaled, wide = _scaled(logits, scale), wide_format(logits.dtype)
+    scaled, wide = _scaled(logits, scale), wide_dtype(logits.dtype)
     if sums is None:
         return scaled.log_softmax(-1, dtype=wide)
     return (scaled.to(wide) - sums[:, :1]) - sums[:, 1:]

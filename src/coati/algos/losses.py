@@ -1,8 +1,8 @@
-"""The losses: the policy's surrogates, the critic's loss, estimates of KL, and how tokens add up.
+"""Losses: surrogates for the policy, the critic's loss, KL estimates, and the weighting of tokens.
 
-A surrogate is what a token adds to the objective, given its ratio r = policy / behavior and its advantage A:
+A surrogate is a token's contribution to the objective, given its ratio r = policy / behavior and its advantage A:
 
-| surrogate | value                                  | gradient, by A · ∇log π          | paper            |
+| surrogate | value                                  | gradient / (A · ∇log π)          | paper            |
 |-----------|----------------------------------------|----------------------------------|------------------|
 | clipped   | min(r · A, clip(r) · A)                | r, or 0 where the clip won       | PPO              |
 | cispo     | sg(clip(r)) · A · log π                | clip(r)                          | arXiv 2506.13585 |
@@ -10,8 +10,8 @@ A surrogate is what a token adds to the objective, given its ratio r = policy / 
 | sapo      | A · σ(τ(r - 1)) · 4/τ                  | 4σ(1 - σ) · r                    | arXiv 2511.20347 |
 
 On-policy, where r = 1, all have the gradient A · ∇log π. Denominators (`num_tokens`, `num_sequences`) count the whole
-optimizer step and come from outside, so that losses, fractions and gradients of micro-batches add up; 0 gives 0, not
-nan. Only the first argument of each loss is differentiated.
+optimizer step and are passed in, so that losses, fractions and gradients of micro-batches add up; a denominator of 0
+gives 0, not nan. Only the first argument of each loss is differentiated.
 
 Schulman's estimators of KL(policy || reference), with d = log policy(token) - log reference(token):
 
@@ -21,8 +21,8 @@ Schulman's estimators of KL(policy || reference), with d = log policy(token) - l
 | k2   | d² / 2            | no       | yes            |
 | k3   | exp(-d) - 1 + d   | yes      | yes            |
 
-As a loss to differentiate, only k2 has the gradient of the KL in expectation: that of k1 averages to zero, and that of
-k3 follows the reversed KL.
+Used as a loss, only k2 has the gradient of the KL in expectation. The gradient of k1 averages to zero, and that of k3
+follows the reverse KL.
 """
 
 import math
@@ -38,24 +38,24 @@ LossNormalization = Literal["token", "sequence", "constant"]
 RatioLevel = Literal["token", "sequence"]
 KLKind = Literal["k1", "k2", "k3"]
 Surrogate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Maps log-ratios and log-probs of the policy, both with its gradient, and advantages, detached and 0 on padding, to
-the gain of each token and whether its ratio was held back, all [B, T]. An advantage of 0 gains 0, without a gradient.
+"""Maps log-ratios and log-probs of the policy (differentiable) and advantages (detached, 0 on padding) to the surrogate
+of each token and whether its ratio was limited, all [B, T]. An advantage of 0 gives a surrogate and a gradient of 0.
 """
 
 
 class PolicyLossOutput(NamedTuple):
-    """Scalars; all but `loss` and `kl_term` are detached. All add up over micro-batches, but for `ratio_max`."""
+    """Scalars. All but `loss` and `kl_term` are detached; all but `ratio_max` add up over micro-batches."""
 
     loss: Tensor
     """-Σ surrogate / num_tokens."""
     clip_fraction: Tensor
-    """Tokens whose ratio the surrogate held back (for PPO's: whose gradient the clip stopped), over num_tokens."""
+    """Tokens whose ratio the surrogate limited (for PPO: whose gradient the clip stopped), over num_tokens."""
     approx_kl: Tensor
     """Σ (ratio - 1 - log ratio) / num_tokens: the k3 estimate of KL(behavior || policy)."""
     ratio_max: Tensor
-    """Largest policy/behavior ratio of a response token; 0 without any, which no ratio undercuts."""
+    """Largest policy/behavior ratio of a response token; 0 without response tokens."""
     kl_term: Tensor | None = None
-    """KL to the reference, with a gradient and before its coefficient, where an objective has it; adds up."""
+    """KL to the reference, differentiable and not yet multiplied by its coefficient; None without a KL loss."""
 
 
 class ValueLossOutput(NamedTuple):
@@ -64,7 +64,7 @@ class ValueLossOutput(NamedTuple):
     loss: Tensor
     """0.5 · Σ max((v - R)², (clipped v - R)²) / num_tokens."""
     clip_fraction: Tensor
-    """Tokens where the clipped term is larger, so that no gradient flows, over num_tokens. Detached."""
+    """Tokens whose clipped term is larger, so that no gradient flows, over num_tokens. Detached."""
 
 
 def policy_loss(
@@ -77,19 +77,19 @@ def policy_loss(
     num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
     ratio: RatioLevel = "token",
     reduction: Tensor | None = None,  # [B, T] share of each token, from `loss_weights`; None divides by num_tokens
-    proximal_logprobs: Tensor | None = None,  # [B, T] policy whose neighbourhood is kept; None: behavior
+    proximal_logprobs: Tensor | None = None,  # [B, T] policy that ratios are relative to; None: behavior
 ) -> PolicyLossOutput:
-    """-Σ surrogate, to be minimised.
+    """Return -Σ surrogate / num_tokens, to be minimised, and its statistics.
 
-    With `reduction` the loss is -Σ share · surrogate. The other numbers stay means over tokens. With
-    `proximal_logprobs` ratios are policy / proximal; only `approx_kl` still is of KL(behavior || policy), because the
-    tokens are samples of the behavior policy. Importance weights are factors of the advantages: every surrogate is
-    proportional to a factor w ≥ 0, and a weight of 0 stops a token before its ratio is taken, which may overflow.
+    With `reduction` the loss is -Σ share · surrogate; the statistics stay means over tokens. With `proximal_logprobs`
+    ratios are policy / proximal; `approx_kl` still estimates KL(behavior || policy), because the behavior policy
+    sampled the tokens. Multiply importance weights into the advantages: every surrogate scales with a factor w ≥ 0, and
+    a weight of 0 excludes a token before its ratio, which may overflow, is computed.
 
-    With `ratio` "sequence" it is GSPO: every token of a response has the ratio s = exp(mean over its tokens of log
-    ratio), and `reduction` must be that of mode "sequence", by which each of its n tokens gets the gradient s · A / n.
-    Where advantages differ within a response it is the paper's GSPO-token. A clip range for s must be much narrower
-    than one for tokens: 3e-4 and 4e-4 in the paper.
+    With `ratio` "sequence" this is GSPO: every token of a response has the ratio s = exp(mean log-ratio of its tokens).
+    `reduction` must then come from `loss_weights` with mode "sequence", so that each of the n tokens gets the gradient
+    s · A / n. If advantages differ within a response, this is the paper's GSPO-token. The clip range for s must be much
+    narrower than for token ratios: 3e-4 and 4e-4 in the paper.
 
     >>> logprobs, behavior = torch.tensor([[1.5, 0.5]]).log(), torch.zeros(1, 2)
     >>> advantages, mask = torch.tensor([[1.0, -1.0]]), torch.tensor([[True, True]])
@@ -102,35 +102,35 @@ def policy_loss(
     center = behavior
     if proximal_logprobs is not None:
         center = zero_padding(proximal_logprobs.detach(), mask, name="proximal_logprobs")
-    gains = zero_padding(advantages.detach(), mask, name="advantages")
+    clean_advantages = zero_padding(advantages.detach(), mask, name="advantages")
     log_ratio = current - center  # [B, T], 0 on padding
     if ratio == "sequence":
         log_s = divide_by_count(log_ratio.detach().sum(-1, keepdim=True), mask.sum(-1, keepdim=True))  # [B, 1]
         # The value of log s at every token, and the gradient of the token's own log-prob.
         log_ratio = log_s + (current - current.detach())
-    gained, is_held = surrogate(log_ratio, current, gains)
+    surrogates, is_limited = surrogate(log_ratio, current, clean_advantages)
     if reduction is None:
-        loss = divide_by_count(-gained.sum(), num_tokens)
+        loss = divide_by_count(-surrogates.sum(), num_tokens)
     else:
-        loss = -(zero_padding(reduction.detach(), mask, name="reduction") * gained).sum()
+        loss = -(zero_padding(reduction.detach(), mask, name="reduction") * surrogates).sum()
     return PolicyLossOutput(
         loss=loss,
-        clip_fraction=divide_by_count(is_held.to(gained.dtype).sum(), num_tokens),
+        clip_fraction=divide_by_count(is_limited.to(surrogates.dtype).sum(), num_tokens),
         approx_kl=divide_by_count(kl_estimate(behavior, current.detach(), mask, kind="k3").sum(), num_tokens),
         ratio_max=largest(zero_padding(log_ratio.detach().exp(), mask)),
     )
 
 
 def clipped(clip_low: float, clip_high: float) -> Surrogate:
-    """PPO's: min(r · A, clip(r) · A), ratios clipped to [1 - clip_low, 1 + clip_high]."""
+    """Return PPO's surrogate: min(r · A, clip(r) · A), with ratios clipped to [1 - clip_low, 1 + clip_high]."""
 
     def surrogate(log_ratio: Tensor, _: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         ratio = log_ratio.detach().exp()
         above = (advantages > 0) & (ratio > 1 + clip_high)
         below = (advantages < 0) & (ratio < 1 - clip_low)
         is_clipped = above | below
-        # Where the clip wins the surrogate is a constant. Selecting it before exp, instead of taking the minimum
-        # of both after, keeps a ratio that overflows from turning its zero gradient into 0 * inf.
+        # Where the clip wins, the surrogate is a constant. Selecting it before exp, instead of taking the minimum
+        # afterwards, prevents a ratio that overflows from turning its zero gradient into 0 * inf.
         bound = torch.where(above, torch.full_like(advantages, 1 + clip_high), 1 - clip_low)
         is_free = ~is_clipped & (advantages != 0)
         free_ratio = torch.where(is_free, log_ratio, torch.zeros_like(log_ratio)).exp()
@@ -140,7 +140,7 @@ def clipped(clip_low: float, clip_high: float) -> Surrogate:
 
 
 def cispo(clip_low: float, clip_high: float) -> Surrogate:
-    """CISPO's: every token keeps its gradient, with a weight clipped to [1 - clip_low, 1 + clip_high]."""
+    """Return CISPO's surrogate: every token keeps its gradient, weighted by r clipped to [1 - low, 1 + high]."""
 
     def surrogate(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         ratio = log_ratio.detach().exp()
@@ -151,9 +151,9 @@ def cispo(clip_low: float, clip_high: float) -> Surrogate:
 
 
 def dppo(mask_low: float, mask_high: float, *, cap: float) -> Surrogate:
-    """DPPO's: a token is masked where its probability, not its ratio, has moved too far the way its advantage points.
+    """Return DPPO's surrogate: mask a token if its probability (not its ratio) has already moved too far.
 
-    That is by more than `mask_high` up where A > 0, or `mask_low` down where A < 0.
+    Too far is up by more than `mask_high` where A > 0, or down by more than `mask_low` where A < 0. `cap` bounds r.
     """
 
     def surrogate(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,7 +166,7 @@ def dppo(mask_low: float, mask_high: float, *, cap: float) -> Surrogate:
 
 
 def sapo(tau: float, tau_negative: float) -> Surrogate:
-    """SAPO's: a gate that closes smoothly as the ratio leaves 1, with a temperature for each sign of the advantage."""
+    """Return SAPO's surrogate: a gate that closes smoothly as r leaves 1, with a temperature per sign of A."""
 
     def surrogate(log_ratio: Tensor, _: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         temperature = torch.where(advantages > 0, torch.full_like(advantages, tau), tau_negative)
@@ -177,27 +177,27 @@ def sapo(tau: float, tau_negative: float) -> Surrogate:
 
 
 def largest(ratios: Tensor) -> Tensor:
-    """The maximum of ratios that are 0 on padding, a scalar; 0 without any, which no ratio undercuts."""
+    """Return the maximum of ratios that are 0 on padding, a scalar; 0 for an empty tensor."""
     return ratios.amax() if ratios.numel() else ratios.new_zeros(())
 
 
 def clipped_value_loss(
     values: Tensor,  # [B, T] current critic
-    old_values: Tensor,  # [B, T] critic that the advantages were made with
+    old_values: Tensor,  # [B, T] critic that the advantages were computed with
     returns: Tensor,  # [B, T] targets
     mask: Tensor,  # [B, T] bool, True on response tokens
     *,
     clip: float,
     num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
 ) -> ValueLossOutput:
-    """Half the squared error to `returns`, where moving more than `clip` from `old_values` earns nothing."""
+    """Return half the squared error to `returns`; moving more than `clip` from `old_values` does not lower it."""
     current = zero_padding(values, mask, name="values")
     old = zero_padding(old_values.detach(), mask, name="old_values")
     targets = zero_padding(returns.detach(), mask, name="returns")
     clipped = old + (current - old).clamp(-clip, clip)
     error = (current - targets).square()
     clipped_error = (clipped - targets).square()
-    # Within the range the two errors are one, but for rounding.
+    # Within the range both errors are equal up to rounding.
     is_clipped = ((clipped_error > error) & ((current - old).abs() > clip)).to(error.dtype)
     return ValueLossOutput(
         loss=divide_by_count(0.5 * torch.maximum(error, clipped_error).sum(), num_tokens),
@@ -211,13 +211,13 @@ def loss_weights(
     mode: LossNormalization,
     num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
     num_sequences: Tensor | float,  # scalar: responses in the whole step, over all ranks
-    max_length: int,  # most tokens that a response may have
+    max_length: int,  # maximum number of response tokens
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Weights `[B, T]`, zeros on padding, so that Σ weight · loss is a step's loss.
+    """Return weights `[B, T]`, zeros on padding, such that Σ weight · loss is the loss of a step.
 
     - "token": 1 / num_tokens (PPO, DAPO).
-    - "sequence": 1 / (length of its response · num_sequences) (GRPO).
+    - "sequence": 1 / (response length · num_sequences) (GRPO).
     - "constant": 1 / (max_length · num_sequences) (Dr. GRPO).
 
     >>> mask = torch.tensor([[True, True], [True, False]])
@@ -242,26 +242,26 @@ def kl_estimate(
     *,
     kind: KLKind,
 ) -> Tensor:
-    """Per-token KL estimate, `[B, T]`, zeros on padding.
+    """Return the per-token KL estimate, `[B, T]`, zeros on padding.
 
     >>> logprobs, reference = torch.tensor([[-1.0, 7.0]]), torch.tensor([[-1.5, float("nan")]])
     >>> kl_estimate(logprobs, reference, torch.tensor([[True, False]]), kind="k1").tolist()
     [[0.5, 0.0]]
     """
-    # All estimates are zero at d = 0, so clean inputs are all the masking there is to do.
+    # All estimates are 0 at d = 0, so masking the inputs is enough.
     reference = zero_padding(reference_logprobs, mask, name="reference_logprobs")
     difference = zero_padding(logprobs, mask, name="logprobs") - reference
     if kind == "k1":
         return difference
     if kind == "k2":
         return 0.5 * difference.square()
-    # expm1 keeps the digits that exp(-d) - 1 loses for small d. CPUs round it so that the sum is never negative; CUDA's
-    # may be one unit off in the last place, and the clamp keeps the promise there.
+    # expm1 keeps the digits that exp(-d) - 1 loses for small d. CUDA's may be off by one ulp, which would make the sum
+    # negative; hence the clamp.
     return ((-difference).expm1() + difference).clamp(min=0.0)
 
 
 def adapted_coefficient(coefficient: float, kl: float, target: float) -> float:
-    """Return the coefficient for the next step: up to 2 % larger if the KL was above `target`, smaller if below.
+    """Return the coefficient for the next step: up to 2 % larger if `kl` is above `target`, up to 2 % smaller if below.
 
     >>> adapted_coefficient(0.5, kl=0.11, target=0.1), adapted_coefficient(0.5, kl=9.0, target=0.1)
     (0.505, 0.51)
@@ -278,7 +278,7 @@ def kl_penalty(
     kind: KLKind,
     weights: Tensor,  # [B, T] share of each token: see `loss_weights`
 ) -> Tensor:
-    """Σ weight · KL estimate, a scalar to be added to the loss times its coefficient; not with k1."""
+    """Return Σ weight · KL estimate, a scalar to multiply by its coefficient and add to the loss; not for k1."""
     assert kind != "k1"
     shares = zero_padding(weights.detach(), mask, name="weights")
     return (shares * kl_estimate(logprobs, reference_logprobs.detach(), mask, kind=kind)).sum()

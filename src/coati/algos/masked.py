@@ -1,6 +1,6 @@
-"""Sums, means and whitening over the real entries of a padded tensor.
+"""Sums, means and whitening over the unpadded entries of a tensor.
 
-Padding may hold anything, `nan` included, so `zero_padding`, the gate of all of `algos`, selects and never multiplies.
+Padding may hold anything, `nan` included. So `zero_padding`, which all of `algos` uses, selects instead of multiplying.
 """
 
 import math
@@ -13,7 +13,7 @@ from coati.errors import DataError
 
 
 class MaskedMoments(NamedTuple):
-    """Mean, population variance and number of the masked entries, all scalars; zeros for an empty mask."""
+    """Mean, population variance and number of the entries where the mask is True, all scalars; zeros if none is."""
 
     mean: Tensor
     variance: Tensor
@@ -21,12 +21,12 @@ class MaskedMoments(NamedTuple):
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """`values` in the precision we compute in: float64 and float32 stay, all else becomes float32."""
+    """Return `values` as float64 if they are float64, else as float32."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def zero_padding(values: Tensor, mask: Tensor, *, name: str = "values") -> Tensor:
-    """`values` in at least float32 with exact zeros, and exactly zero gradient, where `mask` is False.
+    """Return `values` in at least float32, with exact zeros and exactly zero gradient where `mask` is False.
 
     >>> values = torch.tensor([1.0, float("nan")])
     >>> zero_padding(values, torch.tensor([True, False])).tolist()
@@ -44,33 +44,33 @@ def zero_padding(values: Tensor, mask: Tensor, *, name: str = "values") -> Tenso
 
 
 def divide_by_count(total: Tensor, count: Tensor | float) -> Tensor:
-    """`total / count` in the dtype of `total`; a count below one is taken as one, so 0 / 0 is 0."""
-    # as_tensor first: promotion with a float64 count would change the dtype of a float32 loss.
+    """Return `total / count` in the dtype of `total`; a count below 1 is treated as 1, so 0 / 0 is 0."""
+    # Convert first: promotion with a float64 count would change the dtype of a float32 loss.
     return total / torch.as_tensor(count, dtype=total.dtype, device=total.device).clamp(min=1.0)
 
 
 def finite_exp(values: Tensor) -> Tensor:
-    """exp(values), but a little below the largest float where it would overflow: inf · 0 is nan."""
+    """Return exp(values), clamped to stay finite, because inf · 0 is nan."""
     return values.clamp(max=math.floor(math.log(torch.finfo(values.dtype).max))).exp()
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the entries of `values` where `mask` is True, a scalar."""
+    """Return the sum of the entries where `mask` is True, a scalar."""
     return zero_padding(values, mask).sum()
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the masked entries, a scalar; an empty mask gives 0."""
+    """Return the mean of the entries where `mask` is True, a scalar; 0 if there are none."""
     return divide_by_count(masked_sum(values, mask), mask.sum())
 
 
 def masked_moments(values: Tensor, mask: Tensor) -> MaskedMoments:
-    """Mean, population variance (divided by n, not n - 1) and count of the masked entries."""
+    """Return mean, population variance (divided by n, not n - 1) and count of the entries where `mask` is True."""
     count = mask.sum()
     clean = zero_padding(values, mask)
     rough_mean = divide_by_count(clean.sum(), count)
-    # A second pass over the residuals: the rounding of one big float32 sum would look like variance when
-    # all entries are equal, and whitening would blow it up to noise of size one.
+    # A second pass over the residuals: if all entries are equal, the rounding error of one large float32 sum would
+    # look like variance, and whitening would amplify it to noise of size one.
     mean = rough_mean + masked_mean(clean - rough_mean, mask)
     variance = masked_mean((clean - mean).square(), mask)
     return MaskedMoments(mean=mean, variance=variance, num_entries=count)
@@ -81,17 +81,17 @@ def masked_whiten(
     mask: Tensor,
     *,
     eps: float = 1e-8,
-    moments: MaskedMoments | None = None,  # of a larger batch that `values` are a part of
+    moments: MaskedMoments | None = None,  # of a larger batch that contains `values`
 ) -> Tensor:
-    """`values` shifted to mean 0 and scaled to variance 1 over the masked entries, and 0 on padding; same shape.
+    """Return `values` shifted to mean 0 and scaled to variance 1 over the masked entries, and 0 on padding; same shape.
 
-    Fewer than two entries are not scaled. With `moments` of a whole step each part is whitened as the whole would be.
+    Fewer than two entries are not scaled. Pass the `moments` of a whole step to whiten its parts consistently.
 
     >>> masked_whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()
     [-1.0, 1.0, 0.0]
     """
     mean, variance, count = masked_moments(values, mask) if moments is None else moments
-    # Chosen before rsqrt: with eps = 0 its gradient at 0 is infinite, selected or not.
+    # Select before rsqrt: with eps = 0 its gradient at 0 is infinite, and 0 * inf is nan.
     divisor_squared = torch.where(count >= 2, variance + eps, torch.ones_like(variance))
     return zero_padding((zero_padding(values, mask) - mean) * divisor_squared.rsqrt(), mask)
 
@@ -100,6 +100,6 @@ def spread(
     advantages: Tensor,  # [B] one per response
     mask: Tensor,  # [B, T] bool, True on response tokens
 ) -> Tensor:
-    """Each response's advantage at every one of its tokens, `[B, T]`, zeros on padding."""
+    """Repeat each response's advantage at all of its tokens, `[B, T]`, zeros on padding."""
     assert advantages.shape == mask.shape[:1]
     return zero_padding(advantages.unsqueeze(-1).expand(mask.shape), mask, name="advantages")

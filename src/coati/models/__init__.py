@@ -1,4 +1,4 @@
-"""Networks: the policy, the value function, the reward, and their losses."""
+"""Networks: the policy, the critic, the reward model, and their losses."""
 
 from coati.config import LoRASettings
 from coati.models.actor import Actor, action_logprobs

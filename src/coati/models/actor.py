@@ -1,6 +1,7 @@
-"""The policy: a transformers causal language model, and the one code by which maker, learner and evaluation score it.
+"""The policy: a transformers causal LM, and the scoring code that maker, learner and evaluation share.
 
-A model that we know is called with packed rows and scored by hidden states, any other with padding and by its logits.
+Known models are called with packed rows and scored from hidden states; all others are called with padding and scored
+from their logits.
 """
 
 import contextlib
@@ -16,9 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from coati.algos.logprobs import head_logprobs_and_entropy, logprobs_and_entropy
 from coati.config import LoRASettings
-from coati.models.calls import accepts, forward_causal, own_config
+from coati.models.calls import accepts, forward_causal, load_or_copy_config
 from coati.models.lora import add_lora
-from coati.models.memory import are_shapes_enough, own_memory
+from coati.models.memory import copy_mapped_weights, wants_shapes_only
 from coati.models.packing import (
     PackedRows,
     base_of,
@@ -26,12 +27,12 @@ from coati.models.packing import (
     packed_hidden,
     packing_problem,
 )
-from coati.models.tiles import active_tile, same_in_any_company
+from coati.models.tiles import active_tile, batch_invariant
 
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """What to ask of a model instead of its logits; no tuple, whose tensors sharding would cast."""
+    """What a model computes instead of logits. Not a tuple, because sharding would cast the tensors in it."""
 
     num_actions: int
     temperatures: Tensor | None = None
@@ -40,7 +41,7 @@ class Scoring:
 
 
 class Actor(nn.Module):
-    """Wraps a ready transformers causal LM; everything else of the model stays reachable through `.model`.
+    """A policy: wraps a transformers causal LM, which stays available as `.model`.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -56,19 +57,19 @@ class Actor(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
-        """Load from a folder or a hub name; `kwargs` go to `AutoModelForCausalLM.from_pretrained`."""
-        if are_shapes_enough(kwargs):
+        """Load from a folder or a hub name; `kwargs` are passed to `AutoModelForCausalLM.from_pretrained`."""
+        if wants_shapes_only(kwargs):
             return cls.from_config(path, lora=lora, **kwargs)
-        kwargs.setdefault("trust_remote_code", False)  # without it transformers would ask the terminal
-        return cls(own_memory(AutoModelForCausalLM.from_pretrained(str(path), **kwargs)), lora=lora)
+        kwargs.setdefault("trust_remote_code", False)  # by default transformers would prompt on the terminal
+        return cls(copy_mapped_weights(AutoModelForCausalLM.from_pretrained(str(path), **kwargs)), lora=lora)
 
     @classmethod
     def from_config(
         cls, config: PreTrainedConfig | str | Path, *, lora: LoRASettings | None = None, **kwargs: Any
     ) -> Self:
-        """Fresh random weights from a transformers config, or from the path of one."""
-        own = own_config(config, trust_remote_code=kwargs.get("trust_remote_code", False))
-        with torch.device("meta") if are_shapes_enough() else contextlib.nullcontext():
+        """Create a model with random weights from a transformers config, or from the path of one."""
+        own = load_or_copy_config(config, trust_remote_code=kwargs.get("trust_remote_code", False))
+        with torch.device("meta") if wants_shapes_only() else contextlib.nullcontext():
             return cls(AutoModelForCausalLM.from_config(own, **kwargs), lora=lora)
 
     @property
@@ -79,20 +80,21 @@ class Actor(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, scoring: Scoring | None = None, **kwargs: Any
     ) -> Any:
-        """The wrapped model's output. Positions count real tokens only, so left padding cannot matter.
+        """Return the wrapped model's output. Positions count real tokens only, so left padding has no effect.
 
-        With `scoring` the log-probs and entropies that it asks for; use `action_logprobs`, which checks the model.
+        With `scoring`, return the log-probs and entropies that it asks for. Prefer `action_logprobs`, which checks the
+        model first.
         """
         if scoring is not None:
             return score_actions(self.model, input_ids, attention_mask, scoring)
         return forward_causal(self.model, input_ids, attention_mask, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`generate` of the wrapped model."""
+        """Call `generate` of the wrapped model."""
         return self.model.generate(*args, **kwargs)
 
     def save_pretrained(self, path: str | Path, **kwargs: Any) -> None:
-        """Write a folder that transformers loads (peft, if the actor has LoRA adapters)."""
+        """Write a folder that transformers can load (peft, if the actor has LoRA adapters)."""
         if (state_dict := kwargs.get("state_dict")) is not None:
             kwargs["state_dict"] = {name.removeprefix("model."): value for name, value in state_dict.items()}
         self.model.save_pretrained(str(path), **kwargs)
@@ -107,7 +109,7 @@ def action_logprobs(
     temperatures: Tensor | None = None,  # [B]
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (and entropies) of the last `num_actions` tokens, [B, A]; padding gets 0."""
+    """Return log-probs and, if asked for, entropies of the last `num_actions` tokens, [B, A] each; padding gets 0."""
     if num_actions == 0:
         empty = torch.zeros(sequences.shape[0], 0, device=sequences.device)
         return empty, (empty if with_entropy else None)
@@ -118,18 +120,18 @@ def action_logprobs(
         return score_padded(actor, sequences, attention_mask, scoring, inner=inner)
     if inner is actor:
         return score_actions(actor, sequences, attention_mask, scoring)
-    # Through every wrapper, whose hooks gather weights and share gradients.
+    # Call through every wrapper: their hooks gather weights and reduce gradients.
     scores: tuple[Tensor, Tensor | None] = actor(sequences, attention_mask, scoring=scoring)
     return scores
 
 
 def packed_scoring_problem(actor: nn.Module) -> str | None:
-    """Why `action_logprobs` computes this policy's padding and logits too; None if it does not."""
+    """Return why `action_logprobs` has to compute padding and full logits for this policy; None if it does not."""
     inner = unwrap(actor)
     if isinstance(inner, FSDPModule) or not (inner is actor or isinstance(_without_ddp(actor), Actor)):
-        return "its weights are gathered, or its gradients shared, around a call of the whole model; wrap it in Actor"
+        return "FSDP or DDP needs a call of the whole model to gather weights or reduce gradients; wrap it in Actor"
     if inner is actor and "forward" in vars(inner):
-        return "its forward pass was replaced, and packed rows would not go through it; wrap it in Actor"
+        return "its forward method was replaced, and packed rows would bypass it; wrap it in Actor"
     return scoring_problem(inner)
 
 
@@ -140,20 +142,20 @@ def _without_ddp(module: nn.Module) -> nn.Module:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The transformers model inside an `Actor`, which may be inside a DDP wrapper."""
+    """Return the transformers model inside an `Actor`, which may itself be inside a DDP wrapper."""
     module = _without_ddp(module)
     return module.model if isinstance(module, Actor) else module
 
 
 def scoring_problem(model: nn.Module) -> str | None:
-    """Why this model has to be asked for its logits; None if its hidden states will do."""
+    """Return why this model has to be scored from its logits; None if its hidden states are enough."""
     if problem := packing_problem(model):
         return problem
     if getattr(base_of(model).config, "final_logit_softcapping", None) is not None:
         return "its logits are capped (final_logit_softcapping)"
     head: Any = base_of(model).get_output_embeddings()
     if type(head) is not nn.Linear:
-        return f"its output head is a {type(head).__name__}, and not a plain linear layer"
+        return f"its output head is a {type(head).__name__}, not a plain nn.Linear"
     if head._forward_hooks or head._forward_pre_hooks:
         return "its output head has forward hooks"
     return None
@@ -162,18 +164,18 @@ def scoring_problem(model: nn.Module) -> str | None:
 def score_actions(
     model: nn.Module, sequences: Tensor, attention_mask: Tensor | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs, and entropy if asked for, by a model without `scoring_problem`.
+    """Return log-probs and, if asked for, entropies, [B, A] each, from a model without a `scoring_problem`.
 
-    Tokens without one before them get 0 too.
+    Padding gets 0, and so does the first token of a row.
     """
-    with same_in_any_company(model, sequences):
+    with batch_invariant(model, sequences):
         packed = PackedRows.of(sequences, attention_mask)
         if len(packed) == 0:
             return score_padded(model, sequences, attention_mask, scoring)
-        at, rows, columns = packed.actions(scoring.num_actions)  # before the model: it waits for the device
+        at, rows, columns = packed.actions(scoring.num_actions)  # before the model runs: this waits for the device
         hidden = packed.at(packed_hidden(model, packed), at - 1)  # [n, d]
         tokens, of_rows = packed.tokens[at], rows
-        if tile := active_tile():  # whole tiles
+        if tile := active_tile():  # pad to whole tiles
             missing = -len(at) % tile
             hidden = F.pad(hidden, (0, 0, 0, missing))
             tokens, of_rows = F.pad(tokens, (0, missing)), F.pad(rows, (0, missing))
@@ -201,16 +203,17 @@ def score_padded(
     *,
     inner: nn.Module | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `score_actions` returns, from the logits of any policy; padding gets 0 too.
+    """Return what `score_actions` returns, but from the logits of any policy.
 
-    `inner` is the model whose arguments count, below wrappers.
+    `inner` is the model below any wrappers; its `forward` determines which arguments are passed.
     """
     kwargs: dict[str, Any] = {}
-    if accepts(inner or model, "logits_to_keep"):  # those of response positions will do
+    if accepts(inner or model, "logits_to_keep"):  # only response positions are needed
         kwargs["logits_to_keep"] = scoring.num_actions + 1
     output = forward_causal(model, sequences, attention_mask, inner=inner, **kwargs)
     logits = output if isinstance(output, Tensor) else output["logits"]
-    # The logits at position t score the token at t + 1. The last ones score nothing, but without them it were a copy.
+    # The logits at position t score the token at t + 1. Those at the last position score nothing, but cutting them off
+    # here would copy the rest.
     logprobs, entropy = logprobs_and_entropy(
         logits[:, -scoring.num_actions - 1 :],
         F.pad(sequences[:, -scoring.num_actions :], (0, 1)),

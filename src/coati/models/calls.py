@@ -1,4 +1,4 @@
-"""How transformers models are called: their configs, the arguments they take, positions and limits."""
+"""Calling conventions of transformers models: configs, arguments, positions and limits."""
 
 import copy
 import functools
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
 
-def own_config(config: PreTrainedConfig | str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """A config for one model alone, because transformers writes into it: read from its path, or a copy of what came."""
+def load_or_copy_config(config: PreTrainedConfig | str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Load a config from its path, or copy it: transformers writes into configs, so models must not share one."""
     if isinstance(config, str | Path):
         loaded: PreTrainedConfig = AutoConfig.from_pretrained(str(config), trust_remote_code=trust_remote_code)
         return loaded
@@ -22,19 +22,19 @@ def own_config(config: PreTrainedConfig | str | Path, *, trust_remote_code: bool
 def forward_causal(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, *, inner: nn.Module | None = None, **kwargs: Any
 ) -> Any:
-    """Call a causal LM, wrapped or not, so that padding on the left does not shift its positions."""
+    """Call a causal LM, wrapped or not, such that left padding does not shift positions."""
     inner = inner or model
     if attention_mask is not None and "position_ids" not in kwargs and accepts(inner, "position_ids"):
         kwargs["position_ids"] = position_ids_from_mask(attention_mask)
     if accepts(inner, "use_cache"):
         kwargs.setdefault("use_cache", False)
-    if not accepts(inner, "input_ids"):  # a hand-written module may call its arguments what it likes
+    if not accepts(inner, "input_ids"):  # a custom module may name its arguments differently
         return model(input_ids, attention_mask, **kwargs)
     return model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
-    """Positions that count real tokens only: left padding gets 0, the first real token 0, the next 1, …
+    """Return positions that count real tokens only: left padding gets 0, the first real token 0, the next 1, …
 
     >>> position_ids_from_mask(torch.tensor([[0, 0, 1, 1]]))
     tensor([[0, 0, 0, 1]])
@@ -43,7 +43,7 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
 
 
 def accepts(model: Any, name: str) -> bool:
-    """Whether `model.forward` takes an argument of this name; a peft wrapper is looked through."""
+    """Return whether `model.forward` takes an argument of this name; looks inside a peft wrapper."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     model_class: Any = type(model)
@@ -56,7 +56,7 @@ def _parameters_of(model_class: Any) -> frozenset[str]:
 
 
 def context_length_of(model: nn.Module) -> int | None:
-    """How many tokens fit the model, or None where its config does not say."""
+    """Return the context length of the model in tokens, or None if its config does not say."""
     config: Any = getattr(model, "config", None)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     length = getattr(text_config, "max_position_embeddings", None)
@@ -64,6 +64,6 @@ def context_length_of(model: nn.Module) -> int | None:
 
 
 def last_real_position(attention_mask: Tensor) -> Tensor:
-    """Index of the last real token of each row, [B]; 0 for a row of padding."""
+    """Return the index of the last real token of each row, [B]; 0 for a row of padding."""
     positions = torch.arange(attention_mask.shape[1], device=attention_mask.device)
     return (attention_mask.ne(0).long() * positions).amax(dim=1)

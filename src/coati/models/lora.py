@@ -1,4 +1,4 @@
-"""LoRA through peft: how adapters get onto a model and off it again, and what they add up to."""
+"""LoRA through peft: adds adapters to a model, and merges received adapters into plain weights."""
 
 import dataclasses
 import re
@@ -18,24 +18,24 @@ _ADAPTER_NAME = re.compile(r"^(?P<layer>.+)\.lora_(?P<matrix>[AB])\.(?P<adapter>
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerLoRA:
-    """What has to be sent with a layer's A and B."""
+    """Adapter settings of a layer, which are sent along with its A and B."""
 
     scale: float
-    is_transposed: bool = False  # the layer keeps its weight as [in, out], as GPT-2's do
+    is_transposed: bool = False  # the layer stores its weight as [in, out], like GPT-2's
 
 
 def add_lora(model: PreTrainedModel | nn.Module, settings: LoRASettings | None, *, task: str) -> Any:
-    """Put peft adapters on a model, which alone are trainable; without settings, or with rank 0, it stays as it is."""
+    """Add peft adapters to a model and freeze the rest; without settings, or with rank 0, return it unchanged."""
     if settings is None or not settings.rank:
         return model
     from peft import LoraConfig, get_peft_model
 
     names = [f".{name}" for name, _ in model.named_modules()]
     missing = [target for target in settings.target_modules if not any(name.endswith(f".{target}") for name in names)]
-    if missing and task == "CAUSAL_LM":  # a critic has the layers of the policy's body, and no head
+    if missing and task == "CAUSAL_LM":  # a critic has the layers of the policy's body, but not its head
         raise ConfigError(
-            f"lora.target_modules must name layers of the model, got {missing[0]!r}. Leave the list empty for all "
-            "linear layers but the output head."
+            f"lora.target_modules must name layers of the model, got {missing[0]!r}. Leave the list empty to adapt all "
+            "linear layers except the output head."
         )
     config = LoraConfig(
         r=settings.rank,
@@ -48,7 +48,7 @@ def add_lora(model: PreTrainedModel | nn.Module, settings: LoRASettings | None, 
 
 
 def plain_name(name: str) -> str:
-    """The name a weight has in the same model without peft.
+    """Return the name that a weight has in the same model without peft.
 
     >>> plain_name("body.base_model.model.layers.0.q_proj.base_layer.weight")
     'body.layers.0.q_proj.weight'
@@ -57,12 +57,12 @@ def plain_name(name: str) -> str:
 
 
 def has_adapters(names: Iterable[str]) -> bool:
-    """Whether any of these weight names belongs to an adapter."""
+    """Return whether any of these weight names belongs to an adapter."""
     return any(_ADAPTER_NAME.match(name) for name in names)
 
 
 def as_layer_lora(value: Any) -> LayerLoRA:
-    """Settings as they come in plain calls: ours, or a mapping or an object with peft's names.
+    """Convert adapter settings to `LayerLoRA`: an instance of it, or a mapping or object with peft's names.
 
     >>> as_layer_lora({"r": 2, "lora_alpha": 8}).scale
     4.0
@@ -73,15 +73,15 @@ def as_layer_lora(value: Any) -> LayerLoRA:
     rank, alpha = given.get("r"), given.get("lora_alpha", 1.0)
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise WeightUpdateError(
-            f"LoRA settings of a layer must have a rank (r) of 1 or more and a number as lora_alpha, got {value!r}."
+            f"LoRA settings of a layer must have a rank (r) of at least 1 and a numeric lora_alpha, got {value!r}."
         )
     return LayerLoRA(scale=alpha / rank, is_transposed=bool(given.get("fan_in_fan_out", False)))
 
 
 class LoRAConstructor:
-    """Builds the weights of a model without adapters from what a model with adapters publishes.
+    """Builds the weights of a model without adapters from the state dict of a model with adapters.
 
-    A weight is `W = W₀ + scale·B·A`, from the same W₀ every time, so nothing accumulates however many updates come.
+    A weight is `W = W₀ + scale·B·A`, always from the same W₀, so errors do not accumulate over updates.
 
     >>> base = {"layer.weight": torch.zeros(2, 2)}
     >>> adapters = {"layer.lora_A.default.weight": torch.ones(1, 2), "layer.lora_B.default.weight": torch.ones(2, 1)}
@@ -92,11 +92,11 @@ class LoRAConstructor:
 
     def __init__(self) -> None:
         self._base: dict[str, Tensor] = {}  # W₀ of layers that have had an adapter
-        self._staged: dict[str, Tensor] = {}  # what the last update would make of them
+        self._staged: dict[str, Tensor] = {}  # W₀ from the last update, until it is accepted
 
     @staticmethod
     def extract_lora_config(model: nn.Module) -> dict[str, LayerLoRA]:
-        """The settings of every adapted layer, by the layer's plain name; empty without adapters."""
+        """Return the settings of every adapted layer, by the layer's plain name; empty without adapters."""
         found: dict[str, LayerLoRA] = {}
         for name, module in model.named_modules():
             scaling = getattr(module, "scaling", None)
@@ -117,9 +117,9 @@ class LoRAConstructor:
         lora_config_dict: Mapping[str, LayerLoRA],
         own_weight: Callable[[str], Tensor | None],
     ) -> dict[str, Tensor]:
-        """Weights under plain names: adapted layers as W₀ + scale·B·A, everything else as it came.
+        """Return weights under plain names: adapted layers as W₀ + scale·B·A, everything else unchanged.
 
-        W₀ is the base weight that travels along or came with an update that `adopt` accepted, else the receiver's own.
+        W₀ is the base weight in this update, or in an earlier update that `adopt` accepted, else the receiver's own.
         """
         is_adapted = has_adapters(state_dict)
         halves: dict[str, dict[str, Tensor]] = {}
@@ -138,7 +138,7 @@ class LoRAConstructor:
             if settings is None or set(pair) != {"A", "B"}:
                 raise WeightUpdateError(
                     f"the adapter of layer {layer!r} is incomplete: it needs A, B and its settings, got "
-                    f"{', '.join(sorted(pair))} {'without' if settings is None else 'with'} settings. Rejected whole."
+                    f"{', '.join(sorted(pair))} {'without' if settings is None else 'with'} settings. Update rejected."
                 )
             base = self._staged.get(weight_name, self._base.get(weight_name))
             if base is None and (own := own_weight(weight_name)) is not None:
@@ -147,7 +147,7 @@ class LoRAConstructor:
         return weights
 
     def adopt(self) -> None:
-        """The update was accepted: base weights that came with it are W₀ from now on."""
+        """Accept the last update: base weights that it contained are W₀ from now on."""
         self._base.update(self._staged)
         self._staged = {}
 
@@ -157,9 +157,9 @@ def _adapted(name: str, base: Tensor | None, a: Tensor, b: Tensor, settings: Lay
     if settings.is_transposed:
         delta = delta.T
     if base is None or delta.shape != base.shape:
-        found = "this maker's model does not have" if base is None else f"is {list(base.shape)} here"
+        found = "this maker's model does not have" if base is None else f"has the shape {list(base.shape)} here"
         raise WeightUpdateError(
-            f"an adapter that gives {list(delta.shape)} came for {name!r}, which {found}. Rejected whole; use the same "
-            "model on both sides."
+            f"received an adapter of shape {list(delta.shape)} for {name!r}, which {found}. Update rejected; use the "
+            "same model on both sides."
         )
     return (base.float() + delta.to(base.device)).to(base.dtype)

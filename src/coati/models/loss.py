@@ -1,4 +1,4 @@
-"""PPO's two losses as modules, for code that wants an object: thin wrappers around `coati.algos`."""
+"""PPO's two losses as modules: thin wrappers around `coati.algos`."""
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class PolicyLoss(nn.Module):
         advantages: Tensor,  # [B, A]
         action_mask: Tensor | None = None,  # [B, A] True on response tokens; None: all of them
     ) -> Tensor:
-        """The scalar loss, a mean over response tokens."""
+        """Return the loss, a scalar mean over response tokens."""
         mask = _mask_or_all(action_mask, log_probs)
         return policy_loss(
             log_probs,
@@ -56,11 +56,11 @@ class ValueLoss(nn.Module):
     def forward(
         self,
         values: Tensor,  # [B, A] current critic
-        old_values: Tensor,  # [B, A] critic that the advantages were made with
+        old_values: Tensor,  # [B, A] critic that the advantages were computed with
         advantages: Tensor,  # [B, A]
         action_mask: Tensor | None = None,  # [B, A] True on response tokens; None: all of them
     ) -> Tensor:
-        """The scalar loss, a mean over response tokens."""
+        """Return the loss, a scalar mean over response tokens."""
         mask = _mask_or_all(action_mask, values)
         return clipped_value_loss(
             values,
@@ -73,7 +73,7 @@ class ValueLoss(nn.Module):
 
 
 def _mask_or_all(action_mask: Tensor | None, like: Tensor) -> Tensor:
-    # Masks of 0 and 1 are common in code written against older versions of this contract.
+    # Code written against older versions of this contract passes masks of 0 and 1.
     return torch.ones_like(like, dtype=torch.bool) if action_mask is None else action_mask.bool()
 
 

@@ -1,4 +1,4 @@
-"""Where a model's weights lie: nowhere yet, in memory of their own, in shards; and how they are read, each once."""
+"""Storage of a model's weights: on the meta device, in memory or in shards; and iteration over its state dict."""
 
 import contextlib
 import contextvars
@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 Model = TypeVar("Model", bound=nn.Module)
 
 _shapes_only: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_only", default=False)
-# Options of `from_pretrained` that mean the same without weights.
+# Options of `from_pretrained` that also apply to a model without weights.
 _SHAPE_OPTIONS = {"dtype", "attn_implementation", "trust_remote_code"}
 
 
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
-    """Make `Actor` and `Critic` in here without weights; a sharding strategy's `prepare` gives them rank 0's."""
+    """Create `Actor` and `Critic` without weights in this context; a sharding `Strategy.prepare` sends rank 0's."""
     token = _shapes_only.set(True)
     try:
         yield
@@ -26,15 +26,15 @@ def shapes_only() -> Iterator[None]:
         _shapes_only.reset(token)
 
 
-def are_shapes_enough(options: Iterable[str] = ()) -> bool:
-    """Whether to build a model on the meta device instead of loading it with these options."""
+def wants_shapes_only(options: Iterable[str] = ()) -> bool:
+    """Return whether to build a model on the meta device instead of loading it with these options."""
     return _shapes_only.get() and _SHAPE_OPTIONS.issuperset(options)
 
 
-def own_memory(model: Model) -> Model:
+def copy_mapped_weights(model: Model) -> Model:
     """Copy weights out of the file that transformers maps into memory, on a machine without GPUs.
 
-    A model on the CPU would change if the file were written to, and its process end if it were cut short.
+    Otherwise a write to the file would change a model on the CPU, and truncating the file would crash the process.
     """
     if not torch.cuda.is_available():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -43,7 +43,7 @@ def own_memory(model: Model) -> Model:
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Names in the state dict that share their tensor with an earlier name, mapped to that name."""
+    """Map names in the state dict that share their tensor with an earlier name to that earlier name."""
     first_name: dict[object, str] = {}
     tied: dict[str, str] = {}
     for name, tensor in state_tensors(module).items():
@@ -56,15 +56,15 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def state_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a module's state dict; parameters as the objects they are."""
-    # keep_vars gives the parameter objects themselves, and with them their identity.
+    """Return the tensors of a module's state dict, with parameters as the objects themselves."""
+    # keep_vars returns the parameter objects, which can be compared by identity.
     state = module.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _identity(tensor: Tensor) -> object:
-    # A rank's piece of a DTensor may be empty, and empty tensors have no address: ranks would then disagree
-    # on what is tied, and wait for each other for ever. The object itself is the same question on every rank.
+    # A rank's shard of a DTensor may be empty, and empty tensors have no address: ranks would disagree on which
+    # weights are tied, and deadlock. Object identity gives the same answer on every rank.
     if isinstance(tensor, DTensor) or tensor.numel() == 0 or tensor.device.type == "meta":
         return id(tensor)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
@@ -76,7 +76,7 @@ def iter_state_chunks(
     """Yield the state dict in its own order, in chunks of at most `max_bytes`.
 
     A larger tensor is a chunk by itself. Tied weights come once, under their first name. Tensors are detached, whole,
-    and may share memory with the module. Sharded ones are gathered one at a time: all ranks must iterate in step.
+    and may share memory with the module. Sharded ones are gathered one at a time, so all ranks must iterate together.
     """
     tied = tied_names(module)
     chunk: dict[str, Tensor] = {}
@@ -96,7 +96,7 @@ def iter_state_chunks(
 
 @torch.no_grad()
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Detach the tensor, and gather it if it is sharded (then every rank must call this)."""
+    """Return the tensor detached, and gathered if it is sharded (then every rank must call this)."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         whole: Tensor = tensor.full_tensor()
@@ -105,14 +105,14 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: its shard, if it is sharded, else all of it."""
+    """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def laid_out_like(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, if `like` is sharded, else the tensor; all ranks pass the same one."""
+    """Shard a whole tensor like `like`, or return it if `like` is not sharded; all ranks must pass equal tensors."""
     if not isinstance(like, DTensor):
         return whole
-    # Every rank has the whole tensor at hand: src_data_rank=None slices it here and sends nothing.
+    # Every rank has the whole tensor: src_data_rank=None slices it locally and sends nothing.
     sharded: DTensor = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     return sharded

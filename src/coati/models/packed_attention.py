@@ -1,12 +1,12 @@
-"""Attention over rows that lie end to end in one sequence: each token sees the tokens of its own row before it.
+"""Attention over rows packed end to end in one sequence: each token attends to the tokens before it in its own row.
 
-Registered with transformers as `coati_packed`, which is `sdpa` until a call brings `cu_seq_lens_q`, the starts of rows.
+Registered with transformers as `coati_packed`, which is `sdpa` unless a call passes `cu_seq_lens_q`, the row starts.
 
     CUDA, half precision    torch's variable-length flash kernel, where torch has one
-    everything else         rows of like length side by side, one call for each power of two among the lengths
+    everything else         batches of rows of similar length, one call for each power of two of the length
 
-Tokens that rows have in common come once (`coati.models.packing`) and are laid out as whole rows here. In the second
-way rows are filled up behind their end, where causality hides it.
+Tokens that rows share are computed once (`coati.models.packing`) and expanded to whole rows here. In the second case
+rows are padded on the right, where the causal mask hides the padding.
 """
 
 import functools
@@ -25,10 +25,10 @@ from transformers.masking_utils import sdpa_mask
 from coati.models.tiles import active_tile, padded_length
 
 PACKED_ATTENTION = "coati_packed"
-"""What `config._attn_implementation` is called for models that can take packed rows."""
+"""Value of `config._attn_implementation` for models that can take packed rows."""
 
 _LARGEST_FLASH_HEAD = 256
-_SHORT = 64
+_MIN_BUCKET_LENGTH = 64
 
 
 def packed_attention_forward(
@@ -42,11 +42,11 @@ def packed_attention_forward(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,  # [rows + 1] int32
     max_length_q: int | None = None,
-    row_owners: Tensor | None = None,  # [T] if rows have tokens in common: which of their N tokens these are
-    row_slots: Tensor | None = None,  # [N] and where each of the N is among these
+    row_owners: Tensor | None = None,  # [T] if rows share tokens: index of each computed token among all N
+    row_slots: Tensor | None = None,  # [N] index of each token among the T computed ones
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The interface of transformers' attention functions; the result is `[1, T, H, D]`."""
+    """Implement the interface of transformers' attention functions; the result is `[1, T, H, D]`."""
     if cu_seq_lens_q is None:
         kwargs |= {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
         plain: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0]
@@ -54,14 +54,14 @@ def packed_attention_forward(
     device_type = query.device.type
     dtype = query.dtype
     if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
-        # Rotary embeddings come out of autocast in float32, values do not; torch's own attention casts both down.
+        # Under autocast, rotary embeddings return float32 but values do not; torch's own attention casts both down.
         dtype = torch.get_autocast_dtype(device_type)
     heads = _Heads(*(part[0].transpose(0, 1).to(dtype) for part in (query, key, value)))  # [T, H or K, D]
     if row_owners is not None and row_slots is not None:
-        # Keys and values go to every row. A query is asked once; where it would be asked again, zeros are, in vain.
-        keys, values = (take_often(part, row_slots) for part in (heads.key, heads.value))
-        heads = _Heads(spread(heads.query, row_owners, len(row_slots)), keys, values)  # [N, H or K, D]
-    if _FLASH is not None and not dropout and _takes_flash(heads.query):
+        # Every row needs the shared keys and values. A shared query is used in one row and is zero in the others.
+        keys, values = (take_repeated(part, row_slots) for part in (heads.key, heads.value))
+        heads = _Heads(scatter(heads.query, row_owners, len(row_slots)), keys, values)  # [N, H or K, D]
+    if _FLASH is not None and not dropout and _supports_flash(heads.query):
         assert max_length_q is not None
         mixed = _FLASH(heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     else:
@@ -81,22 +81,22 @@ def attend_rows(
     scale: float | None,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of every row to itself, [T, H, D], without gradients; on a CPU a row has the same bits beside any."""
+    """Compute attention within each row, [T, H, D], without gradients; batch-invariant on a CPU."""
     heads = _Heads(query, key, value)
-    if _FLASH is not None and _takes_flash(query):
+    if _FLASH is not None and _supports_flash(query):
         return _FLASH(heads, starts, max(lengths), scale, window)
     return _by_length(
         heads, lengths, scale=scale, window=window, is_tiled=query.device.type == "cpu" or active_tile() > 0
     )
 
 
-def _takes_flash(query: Tensor) -> bool:
+def _supports_flash(query: Tensor) -> bool:
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     return query.device.type == "cuda" and is_half and query.shape[-1] <= _LARGEST_FLASH_HEAD
 
 
 class _Heads(NamedTuple):
-    """Of T tokens that lie end to end."""
+    """Query, key and value heads of T tokens, packed end to end."""
 
     query: Tensor
     """[T, H, D]"""
@@ -110,7 +110,7 @@ _Flash = Callable[[_Heads, Tensor, int, float | None, int | None], Tensor]
 
 
 def _flash_kernel() -> _Flash | None:
-    """torch's variable-length attention, whose arguments changed between releases; None where none fits."""
+    """Return torch's variable-length attention, whose arguments differ between releases; None if it lacks ours."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -118,14 +118,14 @@ def _flash_kernel() -> _Flash | None:
     known = inspect.signature(varlen_attn).parameters
     if not {"window_size", "scale"} <= known.keys():
         return None
-    takes_groups = "enable_gqa" in known
+    supports_gqa = "enable_gqa" in known
 
     def flash(heads: _Heads, starts: Tensor, max_length: int, scale: float | None, window: int | None) -> Tensor:
         options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-        if takes_groups:
+        if supports_gqa:
             options["enable_gqa"] = heads.query.shape[1] != heads.key.shape[1]
         mixed = varlen_attn(*heads, starts, starts, max_length, max_length, **options)
-        assert isinstance(mixed, Tensor)  # it returns more only if asked to
+        assert isinstance(mixed, Tensor)  # it returns more only on request
         return mixed
 
     return flash
@@ -135,15 +135,15 @@ _FLASH = _flash_kernel()
 
 
 def drop_flash_on_old_gpus(device: torch.device) -> None:
-    """Do without the variable-length kernel on a GPU before Ampere; call it before anything is compiled."""
+    """Disable the variable-length kernel on a GPU older than Ampere; call this before anything is compiled."""
     global _FLASH
     if torch.cuda.get_device_capability(device) < (8, 0):
         _FLASH = None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it looks at the lengths, which a compiled block must not
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads lengths on the host, which a compiled block cannot
 def _by_starts(heads: _Heads, starts: Tensor, **options: Any) -> Tensor:
-    """Attention of every row to itself, by where the rows begin and the last one ends, [rows + 1]."""
+    """Compute attention within each row, given the start of each row and the end of the last, [rows + 1]."""
     lengths = tuple(end - start for start, end in itertools.pairwise(starts.tolist()))
     return _by_length(heads, lengths, is_tiled=active_tile() > 0, **options)
 
@@ -157,14 +157,14 @@ def _by_length(
     dropout: float = 0.0,
     is_tiled: bool = False,
 ) -> Tensor:
-    """Attention of every row to itself, [T, H, D], one call for each bucket."""
+    """Compute attention within each row, [T, H, D], with one call per bucket."""
     num_tokens, device = len(heads.query), heads.query.device
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
     buckets = _buckets(lengths, device, stream, torch.is_inference_mode_enabled(), is_tiled)
     parts = []
     for bucket in buckets:
         query, key, value = (
-            bucket.filled_up(part if len(buckets) == 1 else take(part, bucket.tokens)).transpose(1, 2) for part in heads
+            bucket.pad(part if len(buckets) == 1 else take(part, bucket.tokens)).transpose(1, 2) for part in heads
         )  # [n, H or K, width, D]
         mask = _window_mask(bucket.width, window, device)
         mixed = F.scaled_dot_product_attention(
@@ -177,63 +177,64 @@ def _by_length(
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        parts.append(bucket.cut_back(mixed.transpose(1, 2)))  # [tokens of these rows, H, D]
+        parts.append(bucket.unpad(mixed.transpose(1, 2)))  # [tokens of these rows, H, D]
     if len(parts) == 1:
         return parts[0]
-    return spread(torch.cat(parts), torch.cat([bucket.tokens for bucket in buckets]), num_tokens)
+    return scatter(torch.cat(parts), torch.cat([bucket.tokens for bucket in buckets]), num_tokens)
 
 
 class _Bucket(NamedTuple):
-    """Rows of like length, which one call takes side by side."""
+    """Rows of similar length, which one call computes as a batch."""
 
     num_rows: int
     width: int
     tokens: Tensor
-    """Where their tokens are in the sequence, [t]."""
-    spots: Tensor
-    """Where the tokens go in [num_rows · width], [t]."""
+    """Indices of their tokens in the sequence, [t]."""
+    indices: Tensor
+    """Indices of these tokens in the flattened batch, [num_rows · width], [t]."""
 
     @property
     def is_full(self) -> bool:
-        return len(self.spots) == self.num_rows * self.width
+        return len(self.indices) == self.num_rows * self.width
 
-    def filled_up(self, values: Tensor) -> Tensor:
-        """[t, H, D] to [num_rows, width, H, D]."""
-        wide = values if self.is_full else spread(values, self.spots, self.num_rows * self.width)
+    def pad(self, values: Tensor) -> Tensor:
+        """Pad [t, H, D] to [num_rows, width, H, D]."""
+        wide = values if self.is_full else scatter(values, self.indices, self.num_rows * self.width)
         return wide.reshape(self.num_rows, self.width, *values.shape[1:])
 
-    def cut_back(self, values: Tensor) -> Tensor:
-        """[num_rows, width, H, D] to [t, H, D]."""
+    def unpad(self, values: Tensor) -> Tensor:
+        """Remove padding: [num_rows, width, H, D] to [t, H, D]."""
         flat = values.flatten(0, 1)
-        return flat if self.is_full else take(flat, self.spots)
+        return flat if self.is_full else take(flat, self.indices)
 
 
-@functools.lru_cache(maxsize=8)  # every layer of a pass asks the same, and so do actor and critic
+@functools.lru_cache(maxsize=8)  # all layers of a pass, and of actor and critic, make the same call
 def _buckets(
     lengths: tuple[int, ...], device: torch.device, _stream: int, _in_inference: bool, is_tiled: bool
 ) -> list[_Bucket]:
-    """The rows by the power of two of their length, short ones together: less than half of a call is filled up.
+    """Group rows by the power of two of their length, short ones together, so that less than half of a call is padding.
 
-    What was made on one stream, or in inference mode, is not for another. With `is_tiled` the width of a row does not
-    depend on the others.
+    Stream and inference mode are part of the cache key, because tensors created under one are not safe under another.
+    With `is_tiled` the padded width of a row does not depend on other rows.
     """
     starts = [0, *itertools.accumulate(lengths)]
     members: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):
-        members.setdefault(padded_length(length, 32) if is_tiled else max(length, _SHORT).bit_length(), []).append(row)
+        key = padded_length(length, 32) if is_tiled else max(length, _MIN_BUCKET_LENGTH).bit_length()
+        members.setdefault(key, []).append(row)
     buckets = []
     for key, rows in members.items():
         width = key if is_tiled else max(lengths[row] for row in rows)
         columns = torch.arange(width)
         is_real = columns < torch.tensor([lengths[row] for row in rows]).unsqueeze(1)  # [n, width]
         tokens = (torch.tensor([starts[row] for row in rows]).unsqueeze(1) + columns)[is_real]
-        spots = is_real.flatten().nonzero().squeeze(1)
-        buckets.append(_Bucket(len(rows), width, tokens.to(device), spots.to(device)))
+        indices = is_real.flatten().nonzero().squeeze(1)
+        buckets.append(_Bucket(len(rows), width, tokens.to(device), indices.to(device)))
     return buckets
 
 
 def _window_mask(width: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Causal and no further back than the window, [width, width]; None where causality is all."""
+    """Return a causal sliding-window mask, [width, width]; None if the window covers the whole width."""
     if window is None or width <= window:
         return None
     columns = torch.arange(width, device=device)
@@ -242,19 +243,19 @@ def _window_mask(width: int, window: int | None, device: torch.device) -> Tensor
 
 
 def take(values: Tensor, at: Tensor) -> Tensor:
-    """`values[at]` along the first dimension, where no index comes twice: its gradient is a copy and not a sum."""
+    """Return `values[at]` along the first dimension for unique indices: the gradient is a copy, not a sum."""
     taken: Tensor = _Take.apply(values, at, True)  # type: ignore[no-untyped-call]
     return taken
 
 
-def take_often(values: Tensor, at: Tensor) -> Tensor:
-    """`values[at]` along the first dimension, where an index may come often: gradients add up, in float32 at least."""
+def take_repeated(values: Tensor, at: Tensor) -> Tensor:
+    """Return `values[at]` along the first dimension for repeated indices: gradients add up, in float32 at least."""
     taken: Tensor = _Take.apply(values, at, False)  # type: ignore[no-untyped-call]
     return taken
 
 
-def spread(values: Tensor, at: Tensor, length: int) -> Tensor:
-    """Zeros of `length` along the first dimension, with `values` at `at`, where no index comes twice."""
+def scatter(values: Tensor, at: Tensor, length: int) -> Tensor:
+    """Return zeros of `length` along the first dimension, with `values` at the unique indices `at`."""
     return values.new_zeros(length, *values.shape[1:]).index_copy(0, at, values)
 
 
@@ -269,7 +270,7 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (at,) = ctx.saved_tensors
         if ctx.is_unique:
-            return spread(gradient, at, ctx.length), None, None
+            return scatter(gradient, at, ctx.length), None, None
         precise = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         summed = precise.new_zeros(ctx.length, *gradient.shape[1:]).index_add_(0, at, precise)
         return summed.to(gradient.dtype), None, None

@@ -1,15 +1,15 @@
-"""Batch-invariant passes: a token gets the same bits whatever else is computed with it, in any order and padding.
+"""Batch invariance: a token gets the same bits regardless of other rows, their order and padding.
 
-Libraries choose kernels, and with them the rounding, by the shape of an operation. So without gradients, operations get
-shapes that the row decides alone:
+Libraries choose kernels, and thus the rounding, by the shape of an operation. Without gradients, operations therefore
+get shapes that depend on a single row only:
 
-    matrix products    a fixed number of rows at once; the last tile is padded with zeros
-    attention          on a CPU, rows padded to the same length (`padded_length`); flash kernels work row by row
-    activations        on a CPU, pieces that fill whole vectors and are not split among threads
-    norms              on a GPU, tiles as for products; a CPU computes them row by row
+    matrix products    a fixed number of rows at a time, the last of them padded with zeros
+    attention          on a CPU, batches of rows that are padded to the same length (`padded_length`)
+    activations        on a CPU, pieces that vector instructions cover without remainder and threads do not split
+    norms              on a GPU, a fixed number of rows at a time
 
-Softmax and embeddings work row by row as they are. Learning needs none of this. CPUs always compute this way, GPUs only
-for models marked by `set_batch_invariant`.
+Everything else already works row by row. Training does not need batch invariance. CPUs always compute this way, GPUs
+only for models marked by `set_batch_invariant`.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 TILE = 128
-"""Rows of a product in a pass over whole sequences on a CPU: larger tiles are hardly faster, and waste more."""
+"""Rows per product in a pass over whole sequences on a CPU: more are hardly faster, fewer need less padding."""
 GPU_TILE = 2048
-"""The same on a GPU: smaller products would leave it idle."""
-_VECTOR = 32  # elements: a multiple of what vector instructions take at once
-_PIECE = 32768  # elements of an operation that torch does not share among threads
+"""Rows per product on a GPU, where smaller products would leave most of it idle."""
+_VECTOR = 32  # elements: a multiple of every vector width
+_PIECE = 32768  # elements: torch does not split an operation of this size among threads
 
 
 class _Active(threading.local):
@@ -39,24 +39,24 @@ _active = _Active()
 
 
 def active_tile() -> int:
-    """Rows of a product in this thread's batch-invariant pass; 0 outside of one."""
+    """Return the rows per product of this thread's batch-invariant pass; 0 outside of one."""
     return _active.tile
 
 
 def set_batch_invariant(model: nn.Module, enabled: bool = True) -> None:
-    """Make passes without gradients through this model batch-invariant on GPUs too, which is slower."""
+    """Make passes without gradients through a model batch-invariant on GPUs too, which is slower."""
     for module in model.modules():
         module.is_batch_invariant = enabled  # type: ignore[assignment]
 
 
 def is_batch_invariant(model: nn.Module) -> bool:
-    """Return whether `set_batch_invariant` was called for this model."""
+    """Return whether a model was marked by `set_batch_invariant`."""
     return bool(getattr(model, "is_batch_invariant", False))
 
 
 @contextlib.contextmanager
 def products_of(tile: int) -> Iterator[None]:
-    """Inside, `active_tile` is this number."""
+    """Set `active_tile` inside this context."""
     outer, _active.tile = _active.tile, tile
     try:
         yield
@@ -65,10 +65,10 @@ def products_of(tile: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def same_in_any_company(model: nn.Module, like: Tensor, *, tile: int = 0) -> Iterator[None]:
-    """Inside, passes without gradients through a model that is not compiled are batch-invariant.
+def batch_invariant(model: nn.Module, like: Tensor, *, tile: int = 0) -> Iterator[None]:
+    """Make an uncompiled model batch-invariant inside this context; only without gradients.
 
-    This holds on a CPU, and on a GPU for models marked by `set_batch_invariant`. `tile` 0 chooses by the device.
+    On a GPU this does nothing unless the model was marked by `set_batch_invariant`. With `tile` 0 the device decides.
     """
     on_cpu = like.device.type == "cpu"
     if torch.is_grad_enabled() or not (on_cpu or is_batch_invariant(model)):
@@ -90,8 +90,8 @@ def same_in_any_company(model: nn.Module, like: Tensor, *, tile: int = 0) -> Ite
 
 
 def _tiled_forward(module: Any, tile: int, *, on_cpu: bool) -> Callable[[Tensor], Tensor] | None:
-    """What takes the place of a module's forward pass, if it is one whose results depend on the shape."""
-    if "forward" in vars(module):  # someone else's
+    """Return a batch-invariant forward for a module whose results depend on the shape; None for other modules."""
+    if "forward" in vars(module):  # already replaced by other code
         return None
     if type(module) is nn.Linear:
         return lambda inputs: tiled_linear(inputs, module.weight, module.bias, tile=tile)
@@ -107,7 +107,7 @@ def _tiled_forward(module: Any, tile: int, *, on_cpu: bool) -> Callable[[Tensor]
 
 @functools.cache
 def padded_length(length: int, least: int = 8) -> int:
-    """How long a row is made: at most about a quarter is padding, and rows have few different lengths.
+    """Return the length that a row is padded to: one of few lengths, with at most a third padding in long rows.
 
     >>> [padded_length(length) for length in (1, 32, 33, 129, 200)]
     [8, 32, 48, 192, 256]
@@ -117,12 +117,12 @@ def padded_length(length: int, least: int = 8) -> int:
 
 
 def tiled_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: int = TILE) -> Tensor:
-    """`F.linear`, in products of `tile` rows each."""
+    """Compute `F.linear` in products of `tile` rows each."""
     return in_tiles(lambda part: F.linear(part, weight, bias), inputs, tile=tile)
 
 
 def in_tiles(function: Callable[[Tensor], Tensor], inputs: Tensor, *, tile: int) -> Tensor:
-    """A function of rows, called with `tile` rows at a time."""
+    """Apply a function of rows to `tile` rows at a time."""
     rows = inputs.reshape(-1, inputs.shape[-1])
     count = rows.shape[0]
     parts = list(torch.split(rows, tile))
@@ -134,10 +134,10 @@ def in_tiles(function: Callable[[Tensor], Tensor], inputs: Tensor, *, tile: int)
 
 
 def tiled_activation(activation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """A function of each element, whose last elements torch would compute by other code than the rest."""
+    """Apply an elementwise function in whole vectors, because torch computes remainders with different code."""
     count = inputs.numel()
     piece = _PIECE if torch.get_num_threads() > 1 else max(count, 1)
-    # What is not contiguous is computed row by row, each with a rest of its own, and GELU by other code altogether.
+    # Non-contiguous inputs are computed row by row, each with its own remainder, and GELU with different code.
     if count <= piece and count % _VECTOR == 0 and inputs.is_contiguous():
         return activation(inputs)
     parts = list(torch.split(inputs.reshape(-1), piece))

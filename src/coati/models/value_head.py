@@ -1,4 +1,4 @@
-"""Models with one number at each token: the value function, and the reward as a network."""
+"""Models with one output per token: the critic and the reward model."""
 
 import contextlib
 from pathlib import Path
@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from coati.config import LoRASettings
 from coati.errors import CheckpointError, ConfigError, DataError
-from coati.models.calls import accepts, last_real_position, own_config, position_ids_from_mask
+from coati.models.calls import accepts, last_real_position, load_or_copy_config, position_ids_from_mask
 from coati.models.lora import add_lora
-from coati.models.memory import are_shapes_enough, own_memory
+from coati.models.memory import copy_mapped_weights, wants_shapes_only
 from coati.models.packing import (
     SCORED_TOKENS,
     PackedRows,
@@ -23,30 +23,31 @@ from coati.models.packing import (
     row_parts,
     row_tokens,
 )
-from coati.models.tiles import same_in_any_company
+from coati.models.tiles import batch_invariant
 
 HEAD_FILE = "value_head.safetensors"
 _HEAD_NAMES = ("score", "classifier", "v_head", "value_head")
 
 
 class ValueHeadModel(nn.Module):
-    """Takes a sequence-classification model with one label, a causal LM, or a bare decoder.
+    """A decoder with a linear head of one output.
 
-    The last two get a new head that starts at zero.
+    Built from a sequence-classification model with one label, a causal LM, or a bare decoder. The last two get a new
+    head that starts at zero.
     """
 
     def __init__(self, model: PreTrainedModel, *, lora: LoRASettings | None = None) -> None:
         super().__init__()
-        body, head = _take_apart(model)
+        body, head = _split_body_and_head(model)
         self.body: nn.Module = add_lora(body, lora, task="FEATURE_EXTRACTION")
         self.value_head = head
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
-        """Load what `save_pretrained` wrote, a classification model, or any body."""
+        """Load what `save_pretrained` wrote, a classification model, or any decoder."""
         head_file = Path(path) / HEAD_FILE
-        is_empty = are_shapes_enough(kwargs)
-        kwargs.setdefault("trust_remote_code", False)  # without it transformers would ask the terminal
+        is_empty = wants_shapes_only(kwargs)
+        kwargs.setdefault("trust_remote_code", False)  # by default transformers would prompt on the terminal
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=kwargs["trust_remote_code"])
         architecture = next(iter(getattr(config, "architectures", None) or ()), "")
         has_own_head = not head_file.exists() and architecture.endswith("ForSequenceClassification")
@@ -54,7 +55,7 @@ class ValueHeadModel(nn.Module):
         if is_empty:
             with torch.device("meta"):
                 return cls(auto_class.from_config(config, **kwargs), lora=lora)
-        loaded = cls(own_memory(auto_class.from_pretrained(str(path), **kwargs)), lora=lora)
+        loaded = cls(copy_mapped_weights(auto_class.from_pretrained(str(path), **kwargs)), lora=lora)
         if head_file.exists():
             try:
                 loaded.value_head.load_state_dict(load_file(head_file))
@@ -66,9 +67,9 @@ class ValueHeadModel(nn.Module):
     def from_config(
         cls, config: PreTrainedConfig | str | Path, *, lora: LoRASettings | None = None, **kwargs: Any
     ) -> Self:
-        """Fresh random weights from a transformers config, or from the path of one."""
-        with torch.device("meta") if are_shapes_enough() else contextlib.nullcontext():
-            return cls(AutoModel.from_config(own_config(config), **kwargs), lora=lora)
+        """Create a model with random weights from a transformers config, or from the path of one."""
+        with torch.device("meta") if wants_shapes_only() else contextlib.nullcontext():
+            return cls(AutoModel.from_config(load_or_copy_config(config), **kwargs), lora=lora)
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -76,28 +77,28 @@ class ValueHeadModel(nn.Module):
         return self.body.config
 
     def token_values(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """One number at each position, [B, S], in float32 (or float64 for a float64 model).
+        """Return one number per position, [B, S], in float32 (or float64 for a float64 model).
 
-        Where the body can take packed rows, padding is not computed and gets 0.
+        If the body can take packed rows, padding is not computed and gets 0.
         """
         if problem := packing_problem(self.body):
             log_padding_once(type(self.body).__name__, problem)
         else:
-            with same_in_any_company(self, input_ids):
+            with batch_invariant(self, input_ids):
                 packed = PackedRows.of(input_ids, attention_mask)
                 if len(packed) > 0:
-                    return packed.unpacked(self._values_of(packed_hidden(self.body, packed)))
+                    return packed.unpacked(self._apply_head(packed_hidden(self.body, packed)))
         kwargs: dict[str, Any] = {}
         if attention_mask is not None and accepts(self.body, "position_ids"):
             kwargs["position_ids"] = position_ids_from_mask(attention_mask)
         if accepts(self.body, "use_cache"):
             kwargs["use_cache"] = False
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask, **kwargs)[0]
-        # A copy, not a view: sharding hangs its backward hook on what a module returns, and a view can lose it.
-        return self._values_of(hidden).clone()
+        # A copy, not a view: sharding attaches its backward hook to what a module returns, and a view can lose it.
+        return self._apply_head(hidden).clone()
 
-    def _values_of(self, hidden: Tensor) -> Tensor:
-        """What the head makes of hidden states, [..., d] to [...]."""
+    def _apply_head(self, hidden: Tensor) -> Tensor:
+        """Apply the head to hidden states, [..., d] to [...]."""
         values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
         return values if values.dtype == torch.float64 else values.float()
 
@@ -112,23 +113,23 @@ class ValueHeadModel(nn.Module):
 
 
 class Critic(ValueHeadModel):
-    """V(state) at each token: `forward` gives [B, S], where entry t values the text up to and with token t."""
+    """V(state) at each token: `forward` returns [B, S], where entry t values the text up to and including token t."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Values at each position, [B, S]."""
+        """Return the value at each position, [B, S]."""
         return self.token_values(input_ids, attention_mask)
 
 
 def as_critic(model: nn.Module) -> nn.Module:
-    """Wrap a plain transformers model in a `Critic`; anything else stays as it is."""
+    """Wrap a plain transformers model in a `Critic`; return anything else unchanged."""
     return Critic(model) if isinstance(model, PreTrainedModel) else model
 
 
 class RewardModel(ValueHeadModel):
-    """One score for each sequence, [B], read at its last real token."""
+    """One score per sequence, [B], read at its last real token."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Scores, [B]. Without gradients a large batch is scored a part at a time."""
+        """Return scores, [B]. Without gradients, a large batch is scored in parts."""
         costs = row_tokens(input_ids, attention_mask, is_packed=packs(self))
         parts = row_parts(costs, max_tokens=0 if torch.is_grad_enabled() else SCORED_TOKENS)
         if len(parts) <= 1:
@@ -145,32 +146,32 @@ class RewardModel(ValueHeadModel):
 
 
 def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor | None, num_actions: int) -> Tensor:
-    """V(state before each response token), [B, A]; a hand-written critic may return that itself."""
+    """Return V(state before each response token), [B, A]; a custom critic may return that itself."""
     values: Tensor = critic(sequences, attention_mask)
     batch, length = sequences.shape
-    came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-    if came == (batch, length) and num_actions < length:
+    shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    if shape == (batch, length) and num_actions < length:
         values = values[:, length - num_actions - 1 : length - 1]
-    elif came != (batch, num_actions):
+    elif shape != (batch, num_actions):
         raise DataError(
             f"the critic {type(critic).__name__} must return [{batch}, {length}] (one value for each token) "
-            f"or [{batch}, {num_actions}] (one for each response token), got {came}."
+            f"or [{batch}, {num_actions}] (one for each response token), got {shape}."
         )
     return values
 
 
 def packs(model: nn.Module) -> bool:
-    """Whether this critic or reward model, wrapped or not, computes real tokens only."""
+    """Return whether this critic or reward model, wrapped or not, computes real tokens only."""
     inner = getattr(model, "module", model)  # DistributedDataParallel
     return isinstance(inner, ValueHeadModel) and not packing_problem(inner.body)
 
 
-def _take_apart(model: PreTrainedModel) -> tuple[nn.Module, nn.Linear]:
-    """The decoder body and a head of one output."""
+def _split_body_and_head(model: PreTrainedModel) -> tuple[nn.Module, nn.Linear]:
+    """Return the decoder body and a head with one output."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"a critic or reward model needs a transformers model, got {type(model).__name__}. "
-            "Any nn.Module that maps (sequences, attention_mask) to scores can be passed in its place."
+            "Any nn.Module that maps (sequences, attention_mask) to scores can be used in its place."
         )
     body = model.base_model
     for name in _HEAD_NAMES:

@@ -1,4 +1,4 @@
-"""Engines that generate responses, behind one protocol."""
+"""Rollout engines, which generate responses behind one protocol."""
 
 import logging
 from typing import Any
@@ -27,10 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 def make_engine(rollout: RolloutSettings | str, model: Any) -> RolloutEngine:
-    """The engine of that name, or that the settings name, for a model.
+    """Create the engine with this name, or the one in the settings, for a model.
 
-    Where the native engine does not know the model, or an option of the settings, it is the reference engine, and the
-    log says so.
+    If the native engine does not support the model or a generate option, use the reference engine and log a warning.
     """
     settings = RolloutSettings() if isinstance(rollout, str) else rollout
     name = rollout if isinstance(rollout, str) else rollout.engine

@@ -1,4 +1,4 @@
-"""What every rollout engine is: a stream. Prompts go in whenever there is room, responses come out as they end."""
+"""The protocol of rollout engines: a stream that takes prompts whenever it has room and returns finished responses."""
 
 import dataclasses
 import sys
@@ -16,50 +16,49 @@ from coati.models.calls import context_length_of
 
 
 def prepared(sample: Sample, options: GenerateOptions, *, model: torch.nn.Module, **changes: Any) -> Sample:
-    """A copy for an engine: its options, and the most tokens that these and the model's context allow."""
+    """Return a copy for an engine, with its options and the response limit that these and the model's context allow."""
     context, length = context_length_of(unwrap(model)) or sys.maxsize, len(sample.tokens)
     limit = min(options.new_token_limit(length), context - length)
     return dataclasses.replace(sample, limit=limit, options=options, **changes)
 
 
 def admitted(samples: Sequence[Sample]) -> list[Sample]:
-    """Copies for an engine to work on; DataError if two have the same id."""
+    """Return copies for an engine to work on; raise DataError if two have the same id."""
     ids = [sample.id for sample in samples]
     if len({*ids}) < len(ids):
-        raise DataError(f"sample_ids of a request must be different, got {sorted(ids)[:16]}.")
+        raise DataError(f"sample_ids of a request must be unique, got {sorted(ids)[:16]}.")
     return [dataclasses.replace(sample, is_over=False) for sample in samples]
 
 
 class RolloutEngine(Protocol):
-    """Generates responses. A sample is named by its id, and no two at a time have the same."""
+    """Generates responses. Samples are identified by their ids, which are unique among those in the engine."""
 
-    model: torch.nn.Module  # whose weights it generates with
+    model: torch.nn.Module  # the policy to generate with
 
     @property
     def room(self) -> int:
-        """How many more samples it can write at the same time; what is submitted beyond that waits in it."""
+        """Number of further samples it can generate at once; samples submitted beyond that wait in the engine."""
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        """Take in samples with equal options; copies are begun when there is a place for them, in this order."""
+        """Queue samples with equal options; the engine works on copies and starts them in order as it has room."""
 
     def advance(self) -> list[Sample]:
-        """Write a few tokens of each sample (on a CPU: one), and return those that have ended, with their responses."""
+        """Generate a few tokens of each sample (on a CPU: one) and return finished samples with their responses."""
 
     def extend(self, sample_id: int, tokens: Sequence[int], max_new_tokens: int) -> None:
-        """Continue a sample that was kept: these tokens follow its response, and then the next response is written.
+        """Continue a sample that was kept: append `tokens` to its response, then generate the next response.
 
-        Its draws go on where they were; what it has in the cache stays. For programs: a run's samples have one turn.
+        Its random draws continue, and its KV cache is kept. For library users: samples of a training run have one turn.
         """
 
     def commit(self, version: int) -> None:
-        """Note that the actor's weights are of this version now. Call it between two `advance`s, after any change.
+        """Record the version of the actor's weights. Call this between two `advance`s, after any change of weights.
 
-        Weights of another version must lie in the memory that held the old ones. Keys and values in the cache stay as
-        the old weights made them.
+        New weights must be written into the memory of the old ones. Keys and values in the cache are not recomputed.
         """
 
     def cancel(self, sample_ids: Collection[int]) -> None:
-        """Forget these samples, waiting, half written or kept; unknown ones are ignored."""
+        """Drop these samples, whether waiting, in flight or kept; unknown ids are ignored."""
 
 
 def generate(
@@ -69,9 +68,10 @@ def generate(
     version: int = 0,
     between_tokens: Callable[[], int] | None = None,
 ) -> Experience:
-    """Continue every sample by an engine that has nothing else to do.
+    """Generate the responses of all samples with an otherwise idle engine.
 
-    `between_tokens` is called after every `advance`, may change the weights, and returns their version."""
+    `between_tokens` is called after every `advance`. It may change the weights, and returns their version.
+    """
     ids = [sample.id for sample in samples]
     found: dict[int, Sample] = {}
     try:
@@ -87,7 +87,7 @@ def generate(
 
 
 def join_samples(samples: Sequence[Sample], model: torch.nn.Module) -> Experience:
-    """Samples as a padded batch on the model's device; what scoring computes is 0 so far."""
+    """Collate samples into a padded batch on the model's device; fields that scoring computes are 0."""
     return pad_samples(
         samples, pad_token=samples[0].options.pad_token(unwrap(model)), device=next(model.parameters()).device
     )

@@ -1,6 +1,6 @@
-"""The reference engine: any causal LM of transformers, called with its own cache, and draws keyed by sample id.
+"""The reference engine: runs any causal LM of transformers with its own cache; draws are keyed by sample id.
 
-Prompts that are submitted together are computed together until the longest response has ended, the others as padding.
+Prompts submitted together are computed as a batch until the longest response has ended; finished rows become padding.
 """
 
 import time
@@ -14,16 +14,16 @@ from coati.batching import pad_prompts
 from coati.experience import Sample
 from coati.models.actor import unwrap
 from coati.models.calls import accepts, forward_causal, position_ids_from_mask
-from coati.models.tiles import padded_length, same_in_any_company
+from coati.models.tiles import batch_invariant, padded_length
 from coati.randomness import keyed_uniforms
 from coati.rollout.engine import admitted
 from coati.rollout.sampling import Sampler, stop_strings_of
 
-_ROWS = 256  # at the same time, as far as `room` says
+_MAX_ROWS = 256  # rows at once, as reported by `room`
 
 
 class ReferenceEngine:
-    """Correct for every causal LM of transformers; other engines are tested against it."""
+    """An engine for every causal LM of transformers; other engines are tested against it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -33,16 +33,16 @@ class ReferenceEngine:
 
     @property
     def room(self) -> int:
-        """How many more rows it should get."""
-        return max(0, _ROWS - len(self._kept) - sum(len(batch.samples) for batch in self._batches))
+        """Number of further rows it should get."""
+        return max(0, _MAX_ROWS - len(self._kept) - sum(len(batch.samples) for batch in self._batches))
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        """Begin with the next token; rows of a batch are filled up to the same length."""
+        """Start samples with the next token; see `RolloutEngine.submit`. Rows of a batch are padded to equal length."""
         samples = admitted(samples)
         widths = {sample.id: max(len(other.tokens) for other in samples) for sample in samples}
         device = next(self.model.parameters()).device
         if device.type == "cpu":
-            # Each row has padding, because transformers builds no mask for a batch without any.
+            # Give every row some padding, because transformers builds no mask for a batch without any.
             widths = {sample.id: padded_length(len(sample.tokens) + 1) for sample in samples}
         for width in sorted({*widths.values()}):
             rows = [sample for sample in samples if widths[sample.id] == width]
@@ -50,7 +50,7 @@ class ReferenceEngine:
 
     @torch.no_grad()
     def advance(self) -> list[Sample]:
-        """Write one token of each sample."""
+        """Generate one token of each sample and return those that have finished."""
         was_training = self.model.training
         self.model.eval()
         try:
@@ -62,32 +62,32 @@ class ReferenceEngine:
         return ended
 
     def extend(self, sample_id: int, tokens: Sequence[int], max_new_tokens: int) -> None:
-        """As the protocol says; what came before is computed again."""
+        """Continue a sample; see `RolloutEngine.extend`. Earlier tokens are computed again."""
         sample = self._kept.pop(sample_id)
         turn = sample.next_turn(sample.response.tolist(), tokens, max_new_tokens)
         device = next(self.model.parameters()).device
         self._batches.append(_Batch(unwrap(self.model), [turn], padded_length(len(turn.tokens) + 1), device))
 
     def commit(self, version: int) -> None:
-        """As the protocol says."""
+        """Record the version of the weights; see `RolloutEngine.commit`."""
         self._version = version
 
     def cancel(self, sample_ids: Collection[int]) -> None:
-        """As the protocol says."""
-        for one in sample_ids:
-            self._kept.pop(one, None)
+        """Drop samples; see `RolloutEngine.cancel`."""
+        for sample_id in sample_ids:
+            self._kept.pop(sample_id, None)
         for batch in self._batches:
             batch.samples = {row: sample for row, sample in batch.samples.items() if sample.id not in sample_ids}
         self._batches = [batch for batch in self._batches if batch.samples]
 
 
 class _Batch:
-    """Rows that are written together."""
+    """Rows that are generated together."""
 
     def __init__(self, model: nn.Module, samples: list[Sample], width: int, device: torch.device) -> None:
         self._model = model
         self.samples = dict(enumerate(samples))
-        """Those that have not ended, by row."""
+        """Samples that have not finished, by row."""
         self._cache: Any = None
         options = samples[0].options
         self._sampler = Sampler(options)
@@ -102,30 +102,30 @@ class _Batch:
         self._ids, self._mask = (matrix.to(device) for matrix in prompts)  # [n, W]
         self._limits = torch.tensor([sample.limit for sample in samples], device=device)
         num_draws = max(sample.num_drawn + sample.limit for sample in samples)
-        first = samples[0].num_drawn  # of all: a later turn is a batch of its own
+        first = samples[0].num_drawn  # equal for all: a later turn is a batch by itself
         draws = keyed_uniforms(samples[0].seed, [sample.id for sample in samples], num_draws)[:, first:]
         self._uniforms = torch.from_numpy(draws.copy()).to(device)
         self._drawn: list[tuple[Tensor, Tensor]] = []  # tokens and log-probs, [n] each
         self._versions: list[int] = []
 
     def step(self, version: int) -> list[Sample]:
-        """Write a token of each row; returns those that have ended with it."""
-        is_living = torch.tensor([row in self.samples for row in range(len(self._ids))], device=self._ids.device)
+        """Generate a token of each row and return the samples that it finished."""
+        is_active = torch.tensor([row in self.samples for row in range(len(self._ids))], device=self._ids.device)
         tokens, log_probs = self._sampler(self._logits(), self._uniforms[:, len(self._drawn)])
-        tokens = tokens.where(is_living, self._pad_token)
+        tokens = tokens.where(is_active, self._pad_token)
         self._drawn.append((tokens, log_probs))
         self._versions.append(version)
-        # What is masked moves no position: rows that have ended stay inside of the context.
+        # Masked tokens do not advance positions, so finished rows stay within the context length.
         self._ids = torch.cat([self._ids, tokens.unsqueeze(1)], dim=1)
-        self._mask = torch.cat([self._mask, is_living.long().unsqueeze(1)], dim=1)
+        self._mask = torch.cat([self._mask, is_active.long().unsqueeze(1)], dim=1)
         has_ended = self._has_ended(tokens)
         is_cut = (len(self._drawn) >= self._limits) | (time.monotonic() > self._deadline)
-        is_over = zip(has_ended.tolist(), (has_ended | is_cut).tolist(), strict=True)
-        over = [(row, ended) for row, (ended, over) in enumerate(is_over) if over and row in self.samples]
-        return [self._take_out(row, is_cut=not ended) for row, ended in over]
+        states = zip(has_ended.tolist(), (has_ended | is_cut).tolist(), strict=True)
+        finished = [(row, ended) for row, (ended, is_over) in enumerate(states) if is_over and row in self.samples]
+        return [self._finish(row, is_cut=not ended) for row, ended in finished]
 
     def _logits(self) -> Tensor:
-        """Of the next token of each row, [n, vocabulary]."""
+        """Return the logits of the next token of each row, [n, vocabulary]."""
         inputs, kwargs = self._ids, dict[str, Any]()
         if self._has_cache:
             kwargs["use_cache"] = True
@@ -135,14 +135,14 @@ class _Batch:
             kwargs["position_ids"] = position_ids_from_mask(self._mask)[:, -inputs.shape[1] :]
         if accepts(self._model, "logits_to_keep"):
             kwargs["logits_to_keep"] = 1
-        with same_in_any_company(self._model, inputs):
+        with batch_invariant(self._model, inputs):
             output = forward_causal(self._model, inputs, self._mask, **kwargs)
         self._cache = getattr(output, "past_key_values", None) if self._has_cache else None
         logits: Tensor = output.logits[:, -1]
         return logits
 
     def _has_ended(self, tokens: Tensor) -> Tensor:
-        """Whether the newest token ends its row: an end token, the end of a stop string, or the user's criteria."""
+        """Return whether the newest token ends each row: by an end token, a stop string or the user's criteria."""
         has_ended = torch.isin(tokens, self._end_tokens)
         if self._stops is not None:
             self._stop_states = self._stops.advance(self._stop_states, tokens)
@@ -151,7 +151,7 @@ class _Batch:
             has_ended |= criterion(self._ids, None)
         return has_ended
 
-    def _take_out(self, row: int, *, is_cut: bool) -> Sample:
+    def _finish(self, row: int, *, is_cut: bool) -> Sample:
         sample = self.samples.pop(row)
         sample.response = torch.stack([tokens[row] for tokens, _ in self._drawn])
         sample.log_probs = torch.stack([log_probs[row] for _, log_probs in self._drawn])

@@ -1,7 +1,8 @@
-"""From logits to the next token, and whether a stop string is there. Our engines sample with this code.
+"""Sampling of the next token from logits, and detection of stop strings; shared by the engines.
 
-The state of a response is the longest beginning of a stop string that it ends with. The next state depends on that and
-the next token alone, so all steps fit in a table, and a check is one lookup, which a CUDA graph can hold.
+An automaton finds stop strings. The state of a response is the longest prefix of a stop string that it ends with. The
+next state depends only on this state and the next token, so all transitions fit in a table, and a check is one lookup,
+which a CUDA graph can contain.
 """
 
 import functools
@@ -18,7 +19,7 @@ from coati.errors import GenerateOptionError
 
 
 class Sampler:
-    """Draws tokens from logits as the options say. `draw` may replace torch where nothing is cut."""
+    """Draws tokens from logits as the options say. `draw` replaces torch if no top-k, top-p or min-p is set."""
 
     def __init__(
         self,
@@ -28,81 +29,86 @@ class Sampler:
     ) -> None:
         self._temperature = options.sampling_temperature
         self._is_greedy = not options.do_sample
-        self._cuts: list[Any] = []
+        self._filters: list[Any] = []
         if options.do_sample:
             if options.top_k > 0:
-                self._cuts.append(TopKLogitsWarper(top_k=options.top_k))
+                self._filters.append(TopKLogitsWarper(top_k=options.top_k))
             if options.top_p < 1.0:
-                self._cuts.append(TopPLogitsWarper(top_p=options.top_p))
+                self._filters.append(TopPLogitsWarper(top_p=options.top_p))
             if options.min_p > 0.0:
-                self._cuts.append(MinPLogitsWarper(min_p=options.min_p))
-        self._draw = draw if options.do_sample and not self._cuts else None
+                self._filters.append(MinPLogitsWarper(min_p=options.min_p))
+        self._draw = draw if options.do_sample and not self._filters else None
 
     def __call__(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and their log-probs before anything was cut, [n] each, from logits [n, vocabulary]."""
+        """Return tokens and their log-probs before top-k, top-p and min-p, [n] each, from logits [n, vocabulary]."""
         if self._draw is not None:
             return self._draw(logits, uniforms, self._temperature)
-        # Cutting sets entries to -inf and moves no other, so a token that can be drawn keeps its log-prob.
+        # Filters set entries to -inf and change no others, so a token that can be drawn keeps its log-prob.
         scores = torch.log_softmax(logits.float() / self._temperature, dim=-1)
-        for cut in self._cuts:
-            scores = cut(None, scores)
+        for apply_filter in self._filters:
+            scores = apply_filter(None, scores)
         tokens = scores.argmax(dim=-1) if self._is_greedy else inverse_cdf(scores, uniforms)
         return tokens, scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
 def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
-    """For each row the token at which the cumulative probability first exceeds its uniform number, [B].
+    """Return for each row the token at which the cumulative probability first exceeds its uniform number, [B].
 
-    In float64, so that the tail of a large vocabulary is not rounded away. A token of probability 0 is never drawn.
+    Computed in float64, so that the tail of a large vocabulary is not rounded away. A token of probability 0 is never
+    drawn.
     """
     cumulative = log_probs.double().exp().cumsum(dim=-1)
     total = cumulative[:, -1]
-    # Below the total there is a token that has mass; a product that rounds up to it would land one past the end.
+    # Stay below the total: a product that rounds up to it would select an index past the last token with mass.
     targets = torch.minimum(uniforms.double() * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, targets.unsqueeze(-1), right=True).squeeze(-1)
-    # Only NaN gets past that. Its row stays NaN, which the learner reports; an index out of range would end the maker.
+    # Only NaN still selects it. The row stays NaN, which the learner reports; an invalid index would crash the maker.
     return tokens.clamp(max=log_probs.shape[-1] - 1)
 
 
 class StopStrings:
-    """`table[state, token]` is the next state of a response, 0 at its start, `found` if a stop string is there.
+    """Automaton for stop strings: `table[state, token]` is the next state; 0 is the initial state, `found` a match.
 
-    The last column is for tokens that the tokenizer does not have.
+    The last column is for token ids that the tokenizer does not have.
     """
 
     def __init__(self, strings: Sequence[str], token_texts: Sequence[str], device: torch.device) -> None:
         self._strings = strings
-        beginnings = sorted({string[:size] for string in strings for size in range(len(string))}, key=len)
-        self._states = {beginning: state for state, beginning in enumerate(beginnings)}
-        self._longest = len(beginnings[-1])
-        self.found = len(beginnings)
+        prefixes = sorted({string[:size] for string in strings for size in range(len(string))}, key=len)
+        self._states = {prefix: state for state, prefix in enumerate(prefixes)}
+        self._max_prefix_length = len(prefixes[-1])
+        self.found = len(prefixes)
         texts = [*token_texts, ""]
-        by_first_letter: dict[str, list[int]] = defaultdict(list)
+        by_first_char: dict[str, list[int]] = defaultdict(list)
         for token, text in enumerate(texts):
-            by_first_letter[text[:1]].append(token)
-        fresh = torch.tensor([self._state_of(text) for text in texts], dtype=torch.int32)
-        rows = [fresh]
-        for state, beginning in enumerate(beginnings[1:], start=1):
-            row = fresh.clone()
-            row[by_first_letter[""]] = state
-            # Only tokens that continue the beginning, or a shorter one at its end, differ from a fresh start.
-            ends = [beginning[start:] for start in range(len(beginning))]
-            letters = {
-                string[len(end)] for end in ends if end in self._states for string in strings if string.startswith(end)
+            by_first_char[text[:1]].append(token)
+        from_start = torch.tensor([self._state_of(text) for text in texts], dtype=torch.int32)
+        rows = [from_start]
+        for state, prefix in enumerate(prefixes[1:], start=1):
+            row = from_start.clone()
+            row[by_first_char[""]] = state
+            # Only tokens that continue this prefix, or a shorter one at its end, differ from the initial state.
+            suffixes = [prefix[start:] for start in range(len(prefix))]
+            next_chars = {
+                string[len(suffix)]
+                for suffix in suffixes
+                if suffix in self._states
+                for string in strings
+                if string.startswith(suffix)
             }
-            for token in (token for letter in letters for token in by_first_letter[letter]):
-                row[token] = self._state_of(beginning + texts[token])
+            for token in (token for char in next_chars for token in by_first_char[char]):
+                row[token] = self._state_of(prefix + texts[token])
             rows.append(row)
-        self.table = torch.stack([*rows, torch.full_like(fresh, self.found)]).to(device)  # [states, V + 1]
+        self.table = torch.stack([*rows, torch.full_like(from_start, self.found)]).to(device)  # [states, V + 1]
 
     def _state_of(self, text: str) -> int:
         if any(string in text for string in self._strings):
             return self.found
-        ends = (text[-size:] for size in range(min(self._longest, len(text)), 0, -1))
-        return next((self._states[end] for end in ends if end in self._states), 0)
+        suffixes = (text[-size:] for size in range(min(self._max_prefix_length, len(text)), 0, -1))
+        return next((self._states[suffix] for suffix in suffixes if suffix in self._states), 0)
 
     def can_be_found(self) -> bool:
-        """Whether some tokens spell a stop string."""
+        """Return whether some sequence of tokens spells a stop string."""
         reached, new = {0}, {0}
         while new:
             new = set(torch.unique(self.table[list(new)]).tolist()) - reached
@@ -110,21 +116,21 @@ class StopStrings:
         return self.found in reached
 
     def advance(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """States [n] after one more token [n] of each response."""
+        """Return the states [n] after one more token [n] of each response."""
         return self.table[states, tokens.clamp(max=self.table.shape[1] - 1)].long()
 
 
 @functools.lru_cache(maxsize=4)
 def stop_strings_of(tokenizer: Any, strings: tuple[str, ...], device: torch.device) -> StopStrings:
-    """The table for a tokenizer; GenerateOptionError if its tokens cannot spell one of the strings."""
+    """Return the automaton for a tokenizer; raise GenerateOptionError if its tokens cannot spell any of the strings."""
     ids = list(range(len(tokenizer)))
-    # What a token adds behind another one: alone, many tokenizers leave out the space before a word.
+    # The text that a token adds after another one: decoded alone, many tokenizers drop the space before a word.
     once = tokenizer.batch_decode([[token] for token in ids], skip_special_tokens=True)
     twice = tokenizer.batch_decode([[token, token] for token in ids], skip_special_tokens=True)
     stops = StopStrings(strings, [both[len(first) :] for first, both in zip(once, twice, strict=True)], device)
     if not stops.can_be_found():
         raise GenerateOptionError(
-            f"generate option stop_strings={list(strings)!r} can never come: this tokenizer's tokens do not "
-            "spell it. Use another stop string, or eos_token_id."
+            f"generate option stop_strings={list(strings)!r} can never match: this tokenizer's tokens cannot spell any "
+            "of them. Use another stop string, or eos_token_id."
         )
     return stops

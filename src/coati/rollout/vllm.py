@@ -1,9 +1,9 @@
-"""vLLM as an engine: for models that the native engine does not know.
+"""vLLM as an engine, for models that the native engine does not support.
 
-vLLM runs in the maker's process, a step at a time, with its own copy of the actor's weights, adapters merged into them.
-A new copy is written between two steps and proven twice: its bits must have the same sum as those that were sent, and
-the log-probs of a canary prompt must be the actor's. Nothing is delivered before that. Each copy has a salt of its own,
-so that no prompt is continued from cached keys of other weights.
+vLLM runs in the maker's process, one step at a time, with its own copy of the actor's weights and adapters merged in. A
+new copy is written between two steps and verified twice: the sum of its bits must equal that of the weights sent, and
+the log-probs of a canary prompt must match the actor's. Nothing is delivered before that. Each copy has its own cache
+salt, so that no prompt continues from keys that other weights computed.
 """
 
 import copy
@@ -28,13 +28,13 @@ from coati.rollout.engine import admitted
 from coati.rollout.sampling import StopStrings, stop_strings_of
 
 _CANARY_TOKENS = 32
-# The mean gap of log-probs that rounding cannot explain, in float32 and in shorter formats.
+# Largest mean difference of log-probs that rounding can explain, in float32 and in narrower formats.
 _EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
 
 
 @dataclasses.dataclass(eq=False)
-class _Written:
-    """A sample, and its response as far as it has come."""
+class _InFlight:
+    """A sample in flight, and its response so far."""
 
     sample: Sample
     stops: StopStrings | None
@@ -44,7 +44,7 @@ class _Written:
     stop_state: Tensor = dataclasses.field(default_factory=lambda: torch.tensor(0))
 
     def add(self, completion: Any, version: int) -> bool:
-        """Take in what was written; returns whether a stop string is there."""
+        """Append new tokens; return whether they complete a stop string."""
         for token, choices in zip(completion.token_ids, completion.logprobs, strict=True):
             self.tokens.append(token)
             self.log_probs.append(choices[token].logprob)
@@ -53,8 +53,8 @@ class _Written:
                 self.stop_state = self.stops.advance(self.stop_state, torch.tensor(token))
         return self.stops is not None and int(self.stop_state) == self.stops.found
 
-    def ended(self, device: torch.device, *, is_cut: bool) -> Sample:
-        """The sample with its response."""
+    def finish(self, device: torch.device, *, is_cut: bool) -> Sample:
+        """Return the sample with its response."""
         sample = self.sample
         sample.response = torch.tensor(self.tokens, dtype=torch.long, device=device)
         sample.log_probs = torch.tensor(self.log_probs, device=device)
@@ -64,7 +64,7 @@ class _Written:
 
 
 class VllmEngine:
-    """Generates with vLLM. Draws are keyed by sample id; they are others than those of our engines.
+    """Generates with vLLM. Draws are keyed by sample id, but differ from those of the other engines.
 
     `settings` are arguments of vLLM's `EngineArgs`, such as `gpu_memory_utilization`.
     """
@@ -80,44 +80,44 @@ class VllmEngine:
         self._settings = settings
         self._engine: Any = None
         self._max_sequences = int(settings.setdefault("max_num_seqs", 256))
-        self._weights: tuple[tuple[int, int], ...] = ()  # which it has: where they lay, and how often they had changed
+        self._weights: tuple[tuple[int, int], ...] = ()  # of the last copy: addresses and version counters
         self._num_copies = 0
-        self._keeps_bits = False  # whether vLLM's weights have the bits of the actor's, in any order
-        self._canaries: dict[str, Tensor] = {}  # by request, what the actor computes
+        self._keeps_bits = False  # whether vLLM stores the bits of the actor's weights, in any order
+        self._canaries: dict[str, Tensor] = {}  # by request: the log-probs that the actor computes
         self._version = 0
         self._waiting: deque[Sample] = deque()
-        self._writing: dict[str, _Written] = {}  # by request
-        self._kept: dict[int, _Written] = {}
-        self._ended: list[Sample] = []  # not returned before the weights are proven
+        self._writing: dict[str, _InFlight] = {}  # by request
+        self._kept: dict[int, _InFlight] = {}
+        self._ended: list[Sample] = []  # held back until the weights are verified
         self._num_requests = 0
 
     @property
     def room(self) -> int:
-        """Of the sequences that vLLM computes at the same time."""
+        """Number of further samples that vLLM can generate at once."""
         return max(0, self._max_sequences - len(self._waiting) - len(self._writing))
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        """As the protocol says; GenerateOptionError where vLLM cannot do what the options say."""
+        """Queue samples; see `RolloutEngine.submit`. Raise GenerateOptionError for options that vLLM cannot follow."""
         options = samples[0].options
         if options.extra:
             raise GenerateOptionError(
-                f"vLLM does not know the generate option {', '.join(sorted(options.extra))}. Leave it out, or use "
+                f"vLLM does not support the generate option {', '.join(sorted(options.extra))}. Remove it, or use "
                 'rollout.engine = "reference".'
             )
         is_cut = options.do_sample and (options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0)
         if is_cut and any(sample.needs_log_probs for sample in samples):
             raise GenerateOptionError(
-                "vLLM returns log-probs of what top_k, top_p and min_p leave, and training needs those before the cut. "
-                "Leave these options out, or use another rollout.engine."
+                "vLLM returns log-probs after top_k, top_p and min_p, but training needs those before them. Remove "
+                "these options, or use another rollout.engine."
             )
         self._waiting += admitted(samples)
 
     @torch.no_grad()
     def advance(self) -> list[Sample]:
-        """Let vLLM take one step. Nothing is returned before the weights that it was written by are proven."""
+        """Run one step of vLLM. Samples are returned once the weights that generated them are verified."""
         if not self._waiting and not self._writing and not self._canaries:
             return []
-        # What waits here is admitted with the salt of the weights that will read it.
+        # Samples wait here, not in vLLM, so that they get the salt of the weights that prefill them.
         if self._engine is None:
             self._engine = self._new_engine()
         if self._waiting and len(self._writing) < self._max_sequences:
@@ -127,66 +127,66 @@ class VllmEngine:
         for output in self._engine.step():
             if output.request_id in self._canaries:
                 self._check_canary(output)
-            elif (written := self._writing.get(output.request_id)) is not None:
-                self._take(output, written)
+            elif (in_flight := self._writing.get(output.request_id)) is not None:
+                self._process_output(output, in_flight)
         if self._canaries:
             return []
         ended, self._ended = self._ended, []
         return ended
 
-    def _take(self, output: Any, written: _Written) -> None:
+    def _process_output(self, output: Any, in_flight: _InFlight) -> None:
         (completion,) = output.outputs
-        has_stopped = written.add(completion, self._version)
+        has_stopped = in_flight.add(completion, self._version)
         if has_stopped and not output.finished:
             self._engine.abort_request([output.request_id])
         if has_stopped or output.finished:
             del self._writing[output.request_id]
             is_cut = not has_stopped and completion.finish_reason == "length"
-            self._ended.append(written.ended(next(self.model.parameters()).device, is_cut=is_cut))
-            if written.sample.is_kept:
-                self._kept[written.sample.id] = written
+            self._ended.append(in_flight.finish(next(self.model.parameters()).device, is_cut=is_cut))
+            if in_flight.sample.is_kept:
+                self._kept[in_flight.sample.id] = in_flight
 
     def extend(self, sample_id: int, tokens: Sequence[int], max_new_tokens: int) -> None:
-        """As the protocol says; vLLM finds what came before among its cached prefixes, if the weights are the same."""
-        written = self._kept.pop(sample_id)
-        self._waiting.appendleft(written.sample.next_turn(written.tokens, tokens, max_new_tokens))
+        """Continue a sample; see `RolloutEngine.extend`. Earlier tokens hit the prefix cache under the same weights."""
+        in_flight = self._kept.pop(sample_id)
+        self._waiting.appendleft(in_flight.sample.next_turn(in_flight.tokens, tokens, max_new_tokens))
 
     @torch.no_grad()
     def commit(self, version: int) -> None:
-        """As the protocol says."""
+        """Record the version of the weights; see `RolloutEngine.commit`."""
         is_new, self._version = version != self._version, version
-        if is_new and self._writing:  # else the weights are copied when the next is begun
+        if is_new and self._writing:  # otherwise weights are copied when the next sample starts
             self._copy_weights(next(iter(self._writing.values())).sample.tokens)
 
     def cancel(self, sample_ids: Collection[int]) -> None:
-        """As the protocol says."""
-        gone = {*sample_ids}
-        self._waiting = deque(sample for sample in self._waiting if sample.id not in gone)
-        self._ended = [sample for sample in self._ended if sample.id not in gone]
-        for one in gone:
-            self._kept.pop(one, None)
-        names = [name for name, written in self._writing.items() if written.sample.id in gone]
+        """Drop samples; see `RolloutEngine.cancel`."""
+        dropped = {*sample_ids}
+        self._waiting = deque(sample for sample in self._waiting if sample.id not in dropped)
+        self._ended = [sample for sample in self._ended if sample.id not in dropped]
+        for sample_id in dropped:
+            self._kept.pop(sample_id, None)
+        names = [name for name, in_flight in self._writing.items() if in_flight.sample.id in dropped]
         for name in names:
             del self._writing[name]
-        if not self._writing and self._canaries:
+        if self._canaries and not self._writing and not self._ended:  # no sample needs these weights verified
             names += self._canaries
             self._canaries.clear()
-            self._weights = ()  # not proven
+            self._weights = ()  # not verified
         if names:
             self._engine.abort_request(names)
 
     def _new_engine(self) -> Any:
-        """With weights that mean nothing yet."""
+        """Create a vLLM engine with dummy weights."""
         base = base_of(unwrap(self.model))
         parameter = next(base.parameters())
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where weights and steps are
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run in this process
         if not parameter.is_cuda:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # other actors use these cores too
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         vllm = _import_vllm()
         config = copy.deepcopy(base.config)
         config.architectures = [type(base).__name__]
-        # It seeds the process that it is made in.
+        # Creating an engine reseeds torch in this process.
         with torch.random.fork_rng(), tempfile.TemporaryDirectory(prefix="coati-vllm-") as folder:
             config.save_pretrained(folder)
             arguments = {
@@ -197,25 +197,25 @@ class VllmEngine:
                 "dtype": str(parameter.dtype).removeprefix("torch."),
                 "max_model_len": context_length_of(base),
                 "logprobs_mode": "processed_logprobs",  # at the sampling temperature
-                "async_scheduling": False,  # or a token would be older than the step that returns it
+                "async_scheduling": False,  # or step() would return tokens of an earlier step
                 "enable_prefix_caching": True,
-                "enforce_eager": not parameter.is_cuda,  # compiling takes minutes there
+                "enforce_eager": not parameter.is_cuda,  # compiling takes minutes on a CPU
                 "disable_log_stats": True,
                 **self._settings,
-                "max_num_seqs": self._max_sequences + 1,  # the canary has a place of its own
+                "max_num_seqs": self._max_sequences + 1,  # one more for the canary
             }
             return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
 
     def _copy_weights(self, prompt: list[int]) -> None:
-        """Give the engine the actor's weights, if they have changed, and send the canary after them."""
+        """Copy the actor's weights to the engine if they have changed, and submit a canary prompt."""
         base = base_of(unwrap(self.model))
         weights = tuple((weight.data_ptr(), weight._version) for weight in base.state_dict().values())
         if weights == self._weights:
             return
-        self._weights = ()  # unless all of them arrive
+        self._weights = ()  # in case copying fails
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": _merged_weights(base)})
         self._check_bits(base)
-        self._engine.abort_request([*self._canaries])  # they would be of these weights now
+        self._engine.abort_request([*self._canaries])  # the new weights would compute them
         self._canaries.clear()
         self._weights, self._num_copies = weights, self._num_copies + 1
         tokens = (prompt * 2)[: min(_CANARY_TOKENS, (context_length_of(base) or _CANARY_TOKENS + 1) - 1)]
@@ -225,13 +225,13 @@ class VllmEngine:
         self._send(name, tokens, _import_vllm().SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
 
     def _check_bits(self, base: nn.Module) -> None:
-        """Compare sums of bits. Where the first differ, vLLM converts weights, and the canary alone proves them."""
-        names = {plain_name(name) for name, _ in base.named_parameters()}  # tied ones once
+        """Compare sums of bits. If the first copy differs, vLLM converts weights, and only the canary verifies them."""
+        names = {plain_name(name) for name, _ in base.named_parameters()}  # tied weights once
         sent = _sum_of_bits((name, weight) for name, weight in _merged_weights(base) if name in names)
         (found,) = self._engine.apply_model(lambda model: _sum_of_bits(model.named_parameters()))
         if self._num_copies and self._keeps_bits and found != sent:
             raise WeightUpdateError(
-                "vLLM does not have the weights that were copied to it. Try another version of vLLM, or "
+                "the weights in vLLM differ from those that were copied to it. Use another version of vLLM, or "
                 'rollout.engine = "reference".'
             )
         self._keeps_bits = found == sent
@@ -245,8 +245,8 @@ class VllmEngine:
         if not gap <= (_EXACT_GAP if is_exact else _ROUNDED_GAP):
             self._weights = ()
             raise WeightUpdateError(
-                "vLLM does not compute what the actor does after its weights were copied: log-probs differ by "
-                f'{gap:.3g} on average. Its implementation of the model may differ; use rollout.engine = "reference".'
+                f"after a weight update, log-probs of vLLM and the actor differ by {gap:.3g} on average. vLLM may "
+                'implement the model differently. Use rollout.engine = "reference".'
             )
 
     def _add(self, sample: Sample) -> None:
@@ -259,7 +259,7 @@ class VllmEngine:
             seed=int(generator.integers(2**62, size=sample.num_drawn + 1)[-1]),
             max_tokens=sample.limit,
             stop_token_ids=list(options.eos_token_ids(unwrap(self.model))),
-            ignore_eos=True,  # those of the model's files are among the above, unless the options say otherwise
+            ignore_eos=True,  # stop_token_ids has the model's, unless the options override them
             logprobs=0,
             detokenize=False,
             output_kind=vllm.sampling_params.RequestOutputKind.DELTA,
@@ -269,7 +269,7 @@ class VllmEngine:
         stops = None
         if options.stop_strings:
             stops = stop_strings_of(options.tokenizer, options.stop_strings, torch.device("cpu"))
-        self._writing[name] = _Written(sample, stops)
+        self._writing[name] = _InFlight(sample, stops)
         self._send(name, sample.tokens, sampling)
 
     def _send(self, name: str, prompt: list[int], sampling: Any) -> None:
@@ -277,7 +277,7 @@ class VllmEngine:
 
 
 def _merged_weights(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model as it would be without adapters, one at a time, with what they add."""
+    """Yield the weights of a model with its adapters merged in, one at a time, under their names without adapters."""
     for name, weight in base.state_dict().items():
         layer, _, kind = name.rpartition(".base_layer.")
         if kind == "weight":
@@ -289,7 +289,7 @@ def _merged_weights(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sum_of_bits(weights: Iterable[tuple[str, Tensor]]) -> int:
-    """The same however weights are joined, turned or filled up with zeros."""
+    """Return the sum of all weights' bits, which joining, transposing and zero padding do not change."""
     formats = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return sum(int(weight.view(formats[weight.element_size()]).sum(dtype=torch.int64)) for _, weight in weights)
 

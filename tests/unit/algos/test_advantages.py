@@ -26,7 +26,7 @@ def test_shaped_rewards_by_hand():
     # coefficient 0.1
     #   row 0, 2 tokens, score 1:  -0.1 · 2 = -0.2,  -0.1 · 4 + 1 = 0.6
     #   row 1, 1 token, score -3:  -0.1 · 5 - 3 = -3.5
-    #   row 2, no token: nothing, whatever its score
+    #   row 2, no token: zeros, regardless of its score
     #   row 3, all tokens, score 2: -0.1, -0.2, -0.3 + 2 = 1.7
     scores = torch.tensor([1.0, -3.0, NAN, 2.0], dtype=torch.float64)
     kl = torch.tensor([[2.0, 4.0, NAN], [5.0, INF, NAN], [NAN, NAN, NAN], [1, 2, 3]], dtype=torch.float64)
@@ -41,7 +41,7 @@ def test_a_coefficient_of_zero_ignores_an_estimate_that_overflowed():
     assert rewards.tolist() == [[0.0, 1.0]]
 
 
-def test_the_score_goes_to_the_last_response_token_even_behind_a_hole():
+def test_the_score_goes_to_the_last_response_token_even_after_a_hole():
     mask = torch.tensor([[True, False, True, False]])
     rewards = shaped_rewards(torch.tensor([1.0]), torch.zeros(1, 4), mask, kl_coef=1.0)
     assert rewards.tolist() == [[0.0, 0.0, 1.0, 0.0]]
@@ -58,7 +58,7 @@ def test_gae_by_hand():
 
 
 def test_adaptive_lambda_by_hand_and_in_gae():
-    # 1 - 1 / (0.5 · 4) = 0.5;  1 - 1 / (0.5 · 2) = 0;  of fewer tokens 0, not less
+    # 1 - 1 / (0.5 · 4) = 0.5;  1 - 1 / (0.5 · 2) = 0;  never negative for fewer tokens
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
     lam = adaptive_lambda(mask, alpha=0.5)
     assert lam.tolist() == [0.5, 0.0, 0.0, 0.0]
@@ -100,7 +100,7 @@ def test_with_lambda_one_advantage_plus_value_is_the_return(episode, gamma):
 
 
 @given(episode=episodes(), garbage=st.sampled_from([NAN, INF, -INF, 1e308]), data=st.data())
-def test_padding_and_the_order_of_rows_never_matter(episode, garbage, data):
+def test_padding_and_the_order_of_rows_do_not_matter(episode, garbage, data):
     rewards, values, mask = episode
     order = torch.tensor(data.draw(st.permutations(range(len(mask)))))
     dirty_rewards, dirty_values = (torch.where(mask, x, garbage)[order] for x in (rewards, values))
@@ -113,7 +113,7 @@ def test_padding_and_the_order_of_rows_never_matter(episode, garbage, data):
     assert torch.equal(shaped_rewards(values.sum(-1)[order], dirty_rewards, mask[order], kl_coef=0.3), shaped[order])
 
 
-def test_no_tokens_at_all():
+def test_no_tokens():
     empty, mask = torch.zeros(3, 0), torch.zeros(3, 0, dtype=torch.bool)
     assert gae(empty, empty, mask, gamma=0.9, lam=0.9).shape == (3, 0)
     assert reinforce_returns(empty, mask, gamma=0.9).shape == (3, 0)
@@ -137,7 +137,7 @@ def test_gradients_match_finite_differences_and_stop_at_padding():
     assert torch.autograd.gradcheck(lambda v: gae(rewards, v, mask, gamma=0.9, lam=0.7), values)
 
 
-def test_a_response_with_a_hole_is_refused():
+def test_a_response_with_a_hole_is_rejected():
     mask = torch.tensor([[True, False, True]])
     with pytest.raises(DataError, match="True on a prefix of each row"):
         gae(torch.zeros(1, 3), torch.zeros(1, 3), mask, gamma=1.0, lam=1.0)

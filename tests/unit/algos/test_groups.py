@@ -18,7 +18,7 @@ def dr_grpo_advantages(scores, group_ids):
 
 
 def reinforce_plus_plus_advantages(token_rewards, mask, *, gamma, group_ids=None, eps=1e-8):
-    """Returns as makers compute them, whitened as the learner does."""
+    """Compute returns like the makers, and whiten them like the learner."""
     return masked_whiten(reinforce_returns(token_rewards, mask, gamma=gamma, group_ids=group_ids), mask, eps=eps)
 
 
@@ -32,7 +32,7 @@ ALL = pytest.mark.parametrize("estimator", ESTIMATORS)
 
 @st.composite
 def grouped_scores(draw):
-    """Scores [B], of which some are equal, and ids [B] of groups of any size, mixed, one at least."""
+    """Scores [B], some of them equal, and group ids [B] in any order, for at least one response."""
     ids = draw(st.lists(st.sampled_from([-5, 0, 3, 10**12]), min_size=1, max_size=10))
     scores = draw(st.lists(st.sampled_from([0.0, 1.0]) | st.floats(-10, 10), min_size=len(ids), max_size=len(ids)))
     return torch.tensor(scores, dtype=torch.float64), torch.tensor(ids)
@@ -52,7 +52,7 @@ def test_by_hand():
     # 1 - (2 + 6) / 2,  2 - (1 + 6) / 2,  6 - (1 + 2) / 2
     assert rloo_advantages(scores, group_ids).tolist() == pytest.approx([-3.0, 0, -1.5, 0, 4.5, 0])
     assert has_signal(scores, group_ids).tolist() == [True, False, True, False, True, False]
-    # over the mean 3
+    # divided by the mean 3
     assert maxrl_advantages(scores, group_ids).tolist() == pytest.approx([-2 / 3, 0, -1 / 3, 0, 1, 0])
 
 
@@ -70,7 +70,7 @@ def test_maxrl_follows_the_log_of_the_success_rate(p, n):
     assert expected == pytest.approx((1 - p) - (1 - p) ** n, rel=1e-9)
 
 
-def test_maxrl_wants_scores_that_have_a_mean_to_divide_by():
+def test_maxrl_rejects_negative_scores():
     zeros, ids = torch.zeros(4), torch.tensor([0, 0, 1, 1])
     assert torch.equal(maxrl_advantages(zeros, ids), zeros)
     with pytest.raises(DataError, match="0 or more"):
@@ -78,7 +78,7 @@ def test_maxrl_wants_scores_that_have_a_mean_to_divide_by():
 
 
 @given(grouped=grouped_scores())
-def test_they_equal_their_definitions(grouped):
+def test_estimators_equal_their_definitions(grouped):
     scores, group_ids = grouped
     results = [estimator(scores, group_ids).tolist() for estimator in ESTIMATORS]
     for i, (score, group) in enumerate(zip(scores.tolist(), group_ids.tolist(), strict=True)):
@@ -91,12 +91,12 @@ def test_they_equal_their_definitions(grouped):
         others = (math.fsum(members) - score) / (n - 1) if n > 1 else score
         assert rloo == pytest.approx(score - others, abs=1e-12)
         assert signal == (len(set(members)) > 1)
-        # leaving oneself out stretches the deviation from the mean by n / (n - 1)
+        # leaving out the response itself scales its deviation from the mean by n / (n - 1)
         assert n == 1 or rloo == pytest.approx(dr_grpo * n / (n - 1), abs=1e-11)
 
 
 @given(grouped=grouped_scores(), offset=st.floats(-3, 3), data=st.data())
-def test_order_and_names_of_groups_and_a_constant_never_matter(grouped, offset, data):
+def test_order_group_ids_and_a_constant_offset_do_not_matter(grouped, offset, data):
     scores, group_ids = grouped
     order = torch.tensor(data.draw(st.permutations(range(len(scores)))))
     _, renamed = torch.unique(group_ids, return_inverse=True)
@@ -114,7 +114,7 @@ def test_order_and_names_of_groups_and_a_constant_never_matter(grouped, offset, 
 @pytest.mark.parametrize("constant", [0.1, 1000.1, -77777.7, 1e30])
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
-def test_equal_scores_give_exact_zeros_and_not_rounding_noise(constant, size, eps):
+def test_equal_scores_give_exact_zeros(constant, size, eps):
     scores = torch.full((size,), constant)
     group_ids = torch.zeros(size, dtype=torch.long)
     assert torch.equal(grpo_advantages(scores, group_ids, eps=eps), torch.zeros(size))
@@ -143,7 +143,7 @@ def test_reinforce_plus_plus_with_a_group_baseline_by_hand():
     mask = torch.tensor([[True, True], [True, False], [False, False], [True, False]])
     group_ids = torch.tensor([4, 6, 4, 4])
     returns = reinforce_returns(rewards, mask, gamma=1.0, group_ids=group_ids)
-    assert returns.tolist() == [[-1.0, -2.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]]  # padding gives up nothing
+    assert returns.tolist() == [[-1.0, -2.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]]  # padding stays 0
     result = reinforce_plus_plus_advantages(rewards, mask, gamma=1.0, group_ids=group_ids, eps=0.0)
     expected = torch.tensor([[-0.5, -1.5], [0.5, 0], [0, 0], [1.5, 0]], dtype=torch.float64) / math.sqrt(1.25)
     torch.testing.assert_close(result, expected)
@@ -189,7 +189,7 @@ def test_spread_by_hand():
     assert result.tolist() == [[2.0, 2.0, 0.0], [0.0, 0.0, 0.0], [-1.0, -1.0, -1.0]]
 
 
-def test_nothing_at_all():
+def test_empty_batches():
     nothing, ids = torch.zeros(0), torch.zeros(0, dtype=torch.long)
     assert [estimator(nothing, ids).shape for estimator in ESTIMATORS] == [(0,)] * 4
     for shape, grouped in itertools.product([(2, 3), (2, 0), (0, 3)], [False, True]):
@@ -213,6 +213,6 @@ def test_results_are_detached_and_half_precision_is_widened():
     assert not reinforce_plus_plus_advantages(rewards, mask, gamma=1.0, group_ids=group_ids).requires_grad
 
 
-def test_reinforce_plus_plus_refuses_a_mask_with_a_hole():
+def test_reinforce_plus_plus_rejects_a_mask_with_a_hole():
     with pytest.raises(DataError, match="True on a prefix of each row"):
         reinforce_plus_plus_advantages(torch.zeros(1, 2), torch.tensor([[False, True]]), gamma=1.0)

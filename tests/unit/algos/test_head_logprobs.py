@@ -1,4 +1,4 @@
-"""Log-probs from hidden states: the numbers and gradients of the logits, without the logits."""
+"""Log-probs from hidden states: the same values and gradients as from logits, without storing the logits."""
 
 import functools
 import math
@@ -52,7 +52,7 @@ def test_by_hand():
     assert logprobs.item() == pytest.approx(math.log(5 / 8))
     assert entropy.item() == pytest.approx(-sum(p * math.log(p) for p in (1 / 8, 2 / 8, 5 / 8)))
     logprobs.sum().backward()
-    # By the head: onehot - p. By the hidden state: the weight of the token less the mean weight.
+    # Gradient of the head: onehot - p. Of the hidden state: the weight of the token minus the mean weight.
     torch.testing.assert_close(weight.grad.squeeze(1), torch.tensor([-1 / 8, -2 / 8, 3 / 8], dtype=torch.float64))
     assert hidden.grad.item() == pytest.approx(math.log(5) - 2 / 8 * math.log(2) - 5 / 8 * math.log(5))
     # Temperature 1/2 squares the odds: 1, 4, 25 of 30. A bias of log 3 on the first token: 3, 2, 5 of 10.
@@ -73,9 +73,7 @@ def test_by_hand():
     with_bias=st.booleans(),
     grads=st.sampled_from(["logprobs", "entropy", "both"]),
 )
-def test_numbers_and_gradients_are_those_of_the_logits(
-    seed, tokens, vocab, chunk_tokens, temperature, with_bias, grads
-):
+def test_values_and_gradients_match_those_from_logits(seed, tokens, vocab, chunk_tokens, temperature, with_bias, grads):
     hidden, weight, bias, targets = random_case(seed, tokens=tokens, vocab=vocab, with_bias=with_bias)
     if temperature == "per token":
         temperature = torch.linspace(0.5, 2.0, tokens)
@@ -105,8 +103,8 @@ def test_gradients_match_finite_differences(with_bias):
     assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
 
 
-def test_a_token_that_cannot_come_adds_nothing():
-    # Two of three tokens possible, equally: entropy log 2, whose gradient is zero because it is the largest.
+def test_an_impossible_token_adds_nothing():
+    # Two of three tokens are equally likely: entropy log 2, whose gradient is zero because it is the maximum.
     hidden = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
     weight = torch.ones(3, 1, dtype=torch.float64, requires_grad=True)
     bias = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64)
@@ -146,11 +144,11 @@ def test_bfloat16_is_widened_for_the_softmax_and_for_sums_over_tokens():
     exact, _ = head_logprobs_and_entropy(*exact_inputs, targets)
     expected = torch.autograd.grad(exact.sum(), exact_inputs[1])[0]
     assert grad.dtype == torch.bfloat16
-    # 16 chunks: were they added up in bfloat16, the error would be several times this.
+    # Adding up 16 chunks in bfloat16 would give an error several times as large.
     assert (grad.double() - expected).norm() / expected.norm() < 0.01
 
 
-def test_under_autocast_logits_are_bfloat16_and_gradients_are_the_weights_format():
+def test_under_autocast_logits_are_bfloat16_and_gradients_have_the_weights_dtype():
     hidden, weight, _, targets = random_case(6, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logprobs, _ = head_logprobs_and_entropy(hidden, weight, targets)
@@ -162,7 +160,7 @@ def test_under_autocast_logits_are_bfloat16_and_gradients_are_the_weights_format
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records how many elements the largest result of any operation has."""
+    """Records the number of elements of the largest result of any operation."""
 
     def __init__(self):
         super().__init__()
@@ -184,20 +182,20 @@ def test_no_tensor_has_tokens_times_vocabulary_elements(entropy_coef):
         logprobs, entropy = head_logprobs_and_entropy(hidden, weight, targets, chunk_tokens=chunk)
         (logprobs.sum() + (entropy_coef * entropy.sum() if entropy_coef else 0.0)).backward()
     assert ours.largest == max(chunk * 32, 64 * 4)
-    with LargestTensor() as plain:  # the control: the definitions do make one
+    with LargestTensor() as plain:  # the control: the plain definition does
         logprobs_of(F.linear(hidden, weight), targets).sum().backward()
     assert plain.largest == 64 * 32
 
 
-def test_an_impossible_token_has_no_gradient_however_large_that_of_its_entropy_is():
+def test_an_impossible_token_has_no_gradient_for_a_large_entropy_gradient():
     bias = torch.tensor([0.0, 0.0, -torch.inf])
     weight = torch.ones(3, 1, requires_grad=True)
     _, entropy = head_logprobs_and_entropy(torch.ones(1, 1), weight, torch.tensor([0]), bias=bias)
     (1e6 * entropy).sum().backward()
-    assert weight.grad.tolist() == [[0.0]] * 3  # two equally likely tokens: the largest entropy there is
+    assert weight.grad.tolist() == [[0.0]] * 3  # two equally likely tokens: the entropy is at its maximum
 
 
-def test_a_device_that_cannot_compile_is_computed_on_without_and_named_in_a_warning(monkeypatch):
+def test_a_device_that_cannot_compile_gives_a_warning(monkeypatch):
     def fail(*_):
         raise RuntimeError("backend='inductor' raised:\nRuntimeError: Failed to find C compiler.\n\nmore")
 
@@ -209,14 +207,14 @@ def test_a_device_that_cannot_compile_is_computed_on_without_and_named_in_a_warn
 @pytest.mark.parametrize(
     ("dtype", "temperature", "entropy_coef"), [(torch.float32, 0.7, 0.3), (torch.bfloat16, 1.0, 0.0)]
 )
-def test_compiled_it_gives_the_same_for_any_number_of_tokens(monkeypatch, dtype, temperature, entropy_coef):
-    counter = CompileCounterWithBackend("aot_eager")  # what a GPU compiles, without a compiler
+def test_compiled_results_match_for_any_number_of_tokens(monkeypatch, dtype, temperature, entropy_coef):
+    counter = CompileCounterWithBackend("aot_eager")  # compiles like a GPU, without a compiler
     compile_by = functools.partial(torch.compile, backend=counter)
     monkeypatch.setattr("coati.algos.logprobs._compiled", functools.cache(lambda f: _compiled_by(f, compile_by)))
     torch.manual_seed(0)
     weight = torch.randn(33, 8).to(dtype).requires_grad_()
     bias = torch.randn(33).to(dtype).requires_grad_()
-    for num_tokens in (7, 4, 11, 16):  # in chunks of 4 and rests of 3 and 0
+    for num_tokens in (7, 4, 11, 16):  # chunks of 4, with remainders of 3 and 0
         hidden, targets = torch.randn(num_tokens, 8).to(dtype).requires_grad_(), torch.randint(33, (num_tokens,))
         results = []
         for compiles in (False, True):
@@ -229,10 +227,10 @@ def test_compiled_it_gives_the_same_for_any_number_of_tokens(monkeypatch, dtype,
         for plain, compiled in zip(*results, strict=True):
             error = (compiled - plain).float().norm() / plain.float().norm()
             assert error < (1e-5 if dtype == torch.float32 else 1e-2)
-    assert counter.frame_count == 2  # what is read off, and its gradient
+    assert counter.frame_count == 2  # the forward and the gradient function
 
 
-def test_compiled_it_may_have_nothing_to_do(monkeypatch):
+def test_compiled_code_accepts_no_tokens(monkeypatch):
     monkeypatch.setattr("coati.algos.logprobs._compiles", lambda _: True)
     hidden, weight, _, targets = random_case(0, tokens=0)
     logprobs, entropy = head_logprobs_and_entropy(hidden, weight, targets)
@@ -257,5 +255,5 @@ def test_the_compiled_gradient_holds_no_second_copy_of_the_logits(has_entropy):
     logits, tokens, ones = torch.randn(8, 512, dtype=torch.bfloat16), torch.arange(8), torch.ones(8)
     given = (None, torch.ones(8, 2), ones, ones if has_entropy else None, ones)
     _, [code] = run_and_get_code(_compiled.__wrapped__(_gradient_in_place), logits, tokens, *given)
-    assert "_strided_cpu((s" in code  # what stands at the tokens
+    assert "_strided_cpu((s" in code  # the values at the tokens
     assert "512), (512, 1)" not in "".join(line for line in code.splitlines() if "= empty_strided" in line)

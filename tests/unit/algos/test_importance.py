@@ -31,7 +31,7 @@ def random_batch(seed, *, batch=5, length=4, scale=0.7):
 @pytest.mark.parametrize(
     ("level", "kind", "expected"),
     [
-        # ratios 4, 0.5 and 0.1, 3; padding behind the first row
+        # ratios 4, 0.5 and 0.1, 3, 1; padding at the end of the first row
         # cap 2
         ("token", "truncate", [[2.0, 0.5, 0.0], [0.1, 2.0, 1.0]]),
         ("token", "mask", [[0.0, 0.5, 0.0], [0.1, 0.0, 1.0]]),
@@ -91,7 +91,7 @@ def test_weights_equal_their_definition(seed, cap, floor, level, kind):
 @ALL
 def test_on_policy_weights_are_exactly_one(level, kind):
     logprobs, _, mask = random_batch(0)
-    # the tightest bounds there are
+    # the tightest possible bounds
     weights = importance_weights(logprobs, logprobs, mask, level=level, kind=kind, cap=1.0)
     assert torch.equal(weights, mask.double())
 
@@ -126,7 +126,7 @@ def test_a_weight_that_overflows_stays_finite(level, kind, dtype):
 
 
 @given(seed=st.integers(0, 2**31), garbage=st.sampled_from(GARBAGE), data=st.data())
-def test_padding_and_the_order_of_rows_never_matter(seed, garbage, data):
+def test_padding_and_the_order_of_rows_do_not_matter(seed, garbage, data):
     logprobs, behavior, mask = random_batch(seed)
     order = torch.tensor(data.draw(st.permutations(range(len(mask)))))
     dirty, dirty_behavior = (torch.where(mask, x, garbage)[order] for x in (logprobs, behavior))
@@ -150,18 +150,18 @@ def test_effective_sample_size_by_hand():
 
 
 @pytest.mark.parametrize("level", MEASURED)
-def test_effective_sample_size_at_its_ends(level):
+def test_effective_sample_size_at_its_limits(level):
     mask = torch.ones(8, 3, dtype=torch.bool)
     assert effective_share(torch.zeros(8, 3), mask, level=level).item() == 1.0
-    # one token e^500 times likelier: far past what a float32 weight could hold
+    # one token e^500 times as likely: far beyond the range of float32
     lonely = torch.zeros(8, 3)
     lonely[2, 0] = 500.0
     share = effective_share(lonely, mask, level=level).item()
     assert share == pytest.approx(1 / 8 if level == "sequence" else 1 / 24, rel=1e-4)
-    # scaling all weights alike changes nothing, even past overflow
+    # scaling all weights equally changes nothing, even beyond overflow
     same = effective_share(torch.full((8, 3), 400.0), mask, level=level).item()
     assert same == pytest.approx(1.0, rel=1e-3)
-    # rounding never steps over 1
+    # rounding never gives more than 1
     for n, log_ratio in itertools.product(range(1, 12), (0.1, 1.7, 5.5)):
         real = torch.ones(n, 1, dtype=torch.bool)
         assert 0.999 < effective_share(torch.full((n, 1), log_ratio), real, level=level) <= 1
@@ -172,7 +172,7 @@ def test_effective_sample_size_at_its_ends(level):
 
 
 @given(seed=st.integers(0, 2**31), cuts=st.sets(st.integers(1, 4)), scale=st.floats(0.01, 30))
-def test_numbers_to_watch_combine_over_micro_batches(seed, cuts, scale):
+def test_effective_sample_size_combines_over_micro_batches(seed, cuts, scale):
     logprobs, behavior, mask = random_batch(seed, scale=scale)
     log_ratios = logprobs - behavior
     pieces = [slice(a, b) for a, b in itertools.pairwise([0, *sorted(cuts), 5])]
@@ -210,19 +210,19 @@ def test_nothing_is_differentiated_and_half_precision_is_widened():
 
 
 @pytest.mark.parametrize(("floor", "cap"), [(0.0, 0.5), (0.0, NAN), (1.5, 2.0)])
-def test_bounds_that_would_cut_on_policy_data_are_refused(floor, cap):
+def test_bounds_that_would_cut_on_policy_data_are_rejected(floor, cap):
     one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
     with pytest.raises(AssertionError, match=f"{floor} and {cap}"):
         importance_weights(one, one, mask, level="token", kind="mask", floor=floor, cap=cap)
 
 
-def test_an_unknown_kind_is_none_of_the_known_ones():
+def test_an_unknown_kind_is_rejected():
     one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
     with pytest.raises(AssertionError, match="clamp"):
         importance_weights(one, one, mask, level="token", kind="clamp", cap=2.0)
 
 
-def test_wrong_shapes_are_refused_by_name():
+def test_wrong_shapes_are_rejected_by_name():
     one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
     with pytest.raises(DataError, match="behavior_logprobs must have the shape"):
         importance_weights(one, torch.zeros(1), mask, level="token", kind="none", cap=2.0)

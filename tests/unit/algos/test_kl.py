@@ -77,7 +77,7 @@ def test_k2_and_k3_agree_to_second_order(difference):
 
 
 def test_all_three_agree_to_second_order_in_expectation():
-    # the error against the exact KL shrinks with the third power of the distance
+    # the differences shrink with the third power of the distance
     base = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)
     direction = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
     for step in (1e-2, 1e-3):
@@ -103,13 +103,13 @@ def test_gradients_and_padding(kind):
         assert torch.equal(grad, clean)
 
 
-def test_the_adapted_coefficient_brings_the_kl_to_its_target():
+def test_the_adapted_coefficient_moves_the_kl_to_its_target():
     assert adapted_coefficient(1.0, kl=0.09, target=0.1) == pytest.approx(0.99)  # 0.1 · (0.9 - 1)
-    assert adapted_coefficient(1.0, kl=0.0, target=0.1) == pytest.approx(0.98)  # errors count up to 20 %
+    assert adapted_coefficient(1.0, kl=0.0, target=0.1) == pytest.approx(0.98)  # errors are clipped to 20 %
     assert adapted_coefficient(1.0, kl=NAN, target=0.1) == 1.0
     coefficient = 0.01
     for _ in range(1000):
-        coefficient = adapted_coefficient(coefficient, kl=0.05 / coefficient, target=0.1)  # a KL that yields to it
+        coefficient = adapted_coefficient(coefficient, kl=0.05 / coefficient, target=0.1)  # KL inversely proportional
     assert coefficient == pytest.approx(0.5, rel=0.01)
 
 

@@ -19,7 +19,7 @@ def random_case(seed, *, batch=2, length=5, vocab=7, dtype=torch.float64):
 
 
 def plain(logits, tokens, temperature=1.0):
-    """The definition, in plain autograd, for a temperature of each sample or of all."""
+    """The definition, in plain autograd, with one temperature per sample or for all."""
     temperature = torch.as_tensor(temperature, dtype=logits.dtype)
     log_p = (logits / temperature.reshape(*temperature.shape, *[1] * (logits.dim() - temperature.dim()))).log_softmax(
         -1
@@ -48,9 +48,7 @@ def test_by_hand():
     temperature=st.sampled_from([1.0, 0.7, "per sample"]),
     grads=st.sampled_from(["logprobs", "entropy", "both"]),
 )
-def test_numbers_and_gradients_are_those_of_plain_autograd(
-    seed, batch, length, vocab, chunk_tokens, temperature, grads
-):
+def test_values_and_gradients_match_plain_autograd(seed, batch, length, vocab, chunk_tokens, temperature, grads):
     logits, tokens = random_case(seed, batch=batch, length=length, vocab=vocab)
     if temperature == "per sample":
         temperature = torch.linspace(0.5, 2.0, batch)
@@ -88,7 +86,7 @@ def test_gradients_match_finite_differences():
 
 
 def test_impossible_tokens_add_nothing_to_entropy_or_gradient():
-    # two of three tokens possible, equally: log 2, with gradient zero because it is the maximum
+    # two of three tokens are equally likely: log 2, with gradient zero because it is the maximum
     logits = torch.tensor([[1.0, 1.0, -INF]], dtype=torch.float64, requires_grad=True)
     entropy = logprobs_and_entropy(logits, torch.tensor([0]))[1]
     assert entropy.item() == pytest.approx(math.log(2))
@@ -106,7 +104,7 @@ def test_bfloat16_logits_are_computed_in_float32():
 
 
 class LargestTensors(TorchDispatchMode):
-    """Records how many elements the largest result of any operation has, per dtype."""
+    """Records the number of elements of the largest result of any operation, per dtype."""
 
     def __init__(self):
         super().__init__()

@@ -16,7 +16,7 @@ MODES = ("token", "sequence", "constant")
 
 
 def random_batch(seed, *, batch=5, length=4):
-    """Current and behavior log-probs and advantages [B, T], and a mask with an empty row now and then."""
+    """Current and behavior log-probs and advantages [B, T], and a mask that sometimes has an empty row."""
     generator = torch.Generator().manual_seed(seed)
     tensors = torch.randn(3, batch, length, generator=generator, dtype=torch.float64) * 0.7
     mask = torch.rand(batch, length, generator=generator) < 0.6
@@ -24,7 +24,7 @@ def random_batch(seed, *, batch=5, length=4):
 
 
 def weights_of(mask, mode, *, like):
-    """Weights of the rows `mask` in the step whose whole mask is `like`."""
+    """Return the weights of the rows `mask` in a step whose whole mask is `like`."""
     return loss_weights(
         mask,
         mode=mode,
@@ -59,7 +59,7 @@ def test_loss_weights_by_hand(mode, expected):
     assert loss_weights(mask, mode=mode, num_tokens=8, num_sequences=4, max_length=10).dtype == torch.float32
 
 
-def test_loss_weights_are_the_means_they_are_named_after():
+def test_loss_weights_give_the_means_they_are_named_after():
     losses, _, _, mask = random_batch(3)
     mask[:, 0] = True
     real = [row[keep] for row, keep in zip(losses, mask, strict=True)]
@@ -73,12 +73,12 @@ def test_loss_weights_are_the_means_they_are_named_after():
         torch.testing.assert_close(result, expected[mode], rtol=1e-12, atol=1e-12)
 
 
-def test_an_unknown_mode_is_none_of_the_known_ones():
+def test_an_unknown_mode_is_rejected():
     with pytest.raises(AssertionError, match="batch"):
         loss_weights(torch.ones(2, 2, dtype=torch.bool), mode="batch", num_tokens=4, num_sequences=2, max_length=2)
 
 
-def test_wrong_masks_and_shapes_are_refused():
+def test_wrong_masks_and_shapes_are_rejected():
     mask = torch.ones(2, 2, dtype=torch.bool)
     zero = torch.zeros(2, 2)
     with pytest.raises(DataError, match=r"mask must be a bool tensor"):
@@ -107,7 +107,7 @@ def test_a_policy_loss_with_shares_by_hand():
     garbage=st.lists(st.sampled_from(GARBAGE), min_size=4, max_size=4),
     cuts=st.sets(st.integers(1, 4)),
 )
-def test_weighted_loss_is_its_sum_ignores_padding_and_adds_up(seed, mode, garbage, cuts):
+def test_weighted_loss_equals_its_sum_ignores_padding_and_adds_up(seed, mode, garbage, cuts):
     logprobs, behavior, advantages, mask = random_batch(seed)
     weights = weights_of(mask, mode, like=mask)
     tensors = [logprobs, behavior, advantages, weights]

@@ -28,7 +28,7 @@ def value_loss(values, old_values, returns, mask, num_tokens):
 
 
 DIFFERENTIATED = {"clipped": clipped_loss, "sapo": loss_with(sapo(1.0, 1.5)), "value": value_loss}
-# The gradient of these is not that of their value: a weight in it is data.
+# The gradient of these is not that of their value, because it treats a weight as a constant.
 WEIGHTED = {"cispo": loss_with(cispo(0.5, 1.0)), "dppo": loss_with(dppo(0.2, 0.1, cap=1.5))}
 LOSSES = pytest.mark.parametrize("loss_of", (DIFFERENTIATED | WEIGHTED).values(), ids=DIFFERENTIATED | WEIGHTED)
 
@@ -51,8 +51,8 @@ def test_policy_loss_by_hand():
     # ratios 1.5, 0.5, 1.5, 0.5, 1.1 and padding; clip range [0.8, 1.2]
     #   advantage +1: min( 1.5,  1.2) =  1.2   clipped
     #   advantage -1: min(-0.5, -0.8) = -0.8   clipped
-    #   advantage -1: min(-1.5, -1.2) = -1.5   outside the range, but free to come back
-    #   advantage +1: min( 0.5,  0.8) =  0.5   outside the range, but free to come back
+    #   advantage -1: min(-1.5, -1.2) = -1.5   outside the range, but free to return
+    #   advantage +1: min( 0.5,  0.8) =  0.5   outside the range, but free to return
     #   advantage +2: min( 2.2,  2.2) =  2.2
     # sum 1.6, over 5 tokens: loss -0.32, clip fraction 2/5
     ratios = torch.tensor([[1.5, 0.5, 1.5, 0.5, 1.1, 1.0]], dtype=torch.float64)
@@ -213,7 +213,7 @@ def test_bfloat16_is_computed_in_float32_and_float64_stays(loss_of):
     assert all(x.dtype == torch.float64 for x in loss_of(*tensors, mask, mask.sum().float())[:4])
 
 
-def test_a_tensor_of_the_wrong_shape_is_refused_by_name():
+def test_a_tensor_of_the_wrong_shape_is_rejected_by_name():
     mask = torch.ones(2, 3, dtype=torch.bool)
     ok = torch.zeros(2, 3)
     with pytest.raises(DataError, match=r"advantages must have the shape of its mask \(2, 3\), got \(2, 1\)"):
@@ -222,9 +222,9 @@ def test_a_tensor_of_the_wrong_shape_is_refused_by_name():
         value_loss(ok, torch.zeros(2), ok, mask, 6)
 
 
-def test_a_value_within_the_range_is_not_clipped_whatever_rounding_says():
+def test_a_value_within_the_range_is_not_clipped_because_of_rounding():
     old, current = torch.tensor([[0.3]]), torch.tensor([[0.1]])
-    assert old + (current - old) != current  # the clipped estimate is another number, further from the target
+    assert old + (current - old) != current  # the clipped estimate is rounded, and further from the target
     mask = torch.ones(1, 1, dtype=torch.bool)
     out = clipped_value_loss(current, old, torch.full((1, 1), 0.2), mask, clip=0.4, num_tokens=1)
     assert out.clip_fraction == 0

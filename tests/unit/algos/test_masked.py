@@ -51,7 +51,7 @@ def test_one_entry_is_shifted_and_not_scaled():
 
 
 @pytest.mark.parametrize("constant", [0.1, 1000.1, -77777.7])
-def test_equal_entries_whiten_to_zero_and_not_to_rounding_noise(constant):
+def test_equal_entries_whiten_to_zero(constant):
     values = torch.full((7, 13), constant)
     assert masked_whiten(values, torch.ones(7, 13, dtype=torch.bool)).abs().max() < 1e-2
 
@@ -110,7 +110,7 @@ def test_divide_by_count_takes_numbers_and_tensors():
     assert divide_by_count(torch.tensor(0.0), 0).item() == 0.0
 
 
-def test_wrong_masks_are_refused_by_name():
+def test_wrong_masks_are_rejected_by_name():
     with pytest.raises(DataError, match=r"mask must be a bool tensor, got torch\.int64"):
         masked_sum(torch.ones(2), torch.ones(2, dtype=torch.int64))
     with pytest.raises(DataError, match=r"kl must have the shape of its mask \(2, 3\), got \(2,\)"):

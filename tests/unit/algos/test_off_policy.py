@@ -65,7 +65,7 @@ def test_decoupled_loss_by_hand():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @given(seed=st.integers(0, 2**31))
-def test_on_policy_it_is_the_clipped_loss_bit_for_bit(dtype, seed):
+def test_on_policy_the_decoupled_loss_equals_the_clipped_loss_exactly(dtype, seed):
     (current, proximal, _, advantages, _), mask = random_batch(seed, dtype=dtype)
     weights = importance_weights(proximal, proximal, mask, level="sequence", kind="truncate", cap=2.0)
     out, grad = with_gradient(decoupled, current, proximal, proximal, advantages, weights, mask, num_tokens=mask.sum())
@@ -76,7 +76,7 @@ def test_on_policy_it_is_the_clipped_loss_bit_for_bit(dtype, seed):
 
 
 @given(seed=st.integers(0, 2**31))
-def test_decoupled_loss_is_its_formula(seed):
+def test_decoupled_loss_equals_its_formula(seed):
     (current, proximal, behavior, advantages, weights), mask = random_batch(seed)
     ratio = (current - proximal).exp()
     surrogate = weights * torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
@@ -84,7 +84,7 @@ def test_decoupled_loss_is_its_formula(seed):
     torch.testing.assert_close(out.loss, -surrogate[mask].sum() / 7, rtol=1e-12, atol=1e-12)
 
 
-def test_uncut_weights_and_an_open_clip_leave_the_plain_importance_ratio():
+def test_uncut_weights_and_an_open_clip_give_the_plain_importance_ratio():
     # proximal/behavior · current/proximal = current/behavior: the proximal policy drops out
     (current, proximal, behavior, advantages, _), mask = random_batch(8)
     weights = importance_weights(proximal, behavior, mask, level="token", kind="truncate", cap=INF)
@@ -95,7 +95,7 @@ def test_uncut_weights_and_an_open_clip_leave_the_plain_importance_ratio():
 
 
 def test_a_token_of_weight_zero_may_overflow():
-    # exp(1000) is inf, and a negative advantage is not clipped there: only the weight keeps it out
+    # exp(1000) is inf, and a negative advantage is not clipped there: only the weight excludes it
     current = torch.tensor([[1000.0, 0.0]], requires_grad=True)
     zero, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     weights = torch.tensor([[0.0, 1.0]])
@@ -112,7 +112,7 @@ def test_a_token_of_weight_zero_may_overflow():
     garbage=st.lists(st.sampled_from(GARBAGE), min_size=6, max_size=6),
     cuts=st.sets(st.integers(1, 4)),
 )
-def test_padding_never_matters_and_micro_batches_add_up(is_reduced, seed, garbage, cuts):
+def test_padding_does_not_matter_and_micro_batches_add_up(is_reduced, seed, garbage, cuts):
     tensors, mask = random_batch(seed)
     tensors.append(
         loss_weights(mask, mode="sequence", num_tokens=9, num_sequences=5, max_length=9, dtype=torch.float64)
@@ -137,7 +137,7 @@ def test_padding_never_matters_and_micro_batches_add_up(is_reduced, seed, garbag
     torch.testing.assert_close(torch.cat([p[1] for p in pieces]), whole_grad, rtol=0, atol=1e-12)
 
 
-def test_another_reduction_is_the_weighted_loss_of_weighted_advantages():
+def test_a_reduction_gives_the_weighted_loss_of_weighted_advantages():
     (current, proximal, behavior, advantages, weights), mask = random_batch(5)
     reduction = loss_weights(mask, mode="constant", num_tokens=9, num_sequences=5, max_length=9, dtype=torch.float64)
     out = decoupled(current, proximal, behavior, advantages, weights, mask, mask.sum(), reduction)
@@ -172,7 +172,7 @@ def test_no_response_tokens_give_zero(shape):
     assert torch.equal(grad, torch.zeros(shape))
 
 
-def test_shapes_that_are_not_the_masks_are_refused():
+def test_shapes_that_differ_from_the_mask_are_rejected():
     zero, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(DataError, match="proximal_logprobs must have the shape"):
         decoupled(zero, zero[:, :1], zero, zero, zero, mask, 2)

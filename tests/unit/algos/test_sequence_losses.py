@@ -15,7 +15,7 @@ CLIP = {"surrogate": clipped(0.2, 0.3)}
 
 
 def random_batch(seed, *, batch=5, length=4):
-    """Current and behavior log-probs and advantages [B, T], and a mask with an empty row now and then."""
+    """Current and behavior log-probs and advantages [B, T], and a mask that sometimes has an empty row."""
     generator = torch.Generator().manual_seed(seed)
     tensors = torch.randn(3, batch, length, generator=generator, dtype=torch.float64) * 0.7
     mask = torch.rand(batch, length, generator=generator) < 0.6
@@ -23,7 +23,7 @@ def random_batch(seed, *, batch=5, length=4):
 
 
 def sequence_loss(logprobs, behavior, advantages, mask, num_sequences):
-    """GSPO's loss, with the other numbers as means over 20 tokens of the step."""
+    """GSPO's loss, with statistics that are means over the step's 20 tokens."""
     shares = loss_weights(
         mask,
         mode="sequence",
@@ -47,8 +47,8 @@ def test_sequence_loss_by_hand():
     # clip range [0.8, 1.3]; s = exp(mean log ratio)
     #   ratios 4, 0.25: s = 1, A = 3:   3
     #   ratio 2.25:     s = 2.25, A = 2: 1.3 · 2 = 2.6, clipped
-    #   ratios 0.25, 1: s = 0.5, A = 4: 2, free to come back
-    #   no token, A = 100: nothing
+    #   ratios 0.25, 1: s = 0.5, A = 4: 2, free to return
+    #   no token, A = 100: 0
     # over 4 responses; the gradient of each of the n tokens is -s · A / n / 4
     ratios = torch.tensor([[4.0, 0.25], [2.25, 1.0], [0.25, 1.0], [1.0, 1.0]], dtype=torch.float64)
     behavior = torch.tensor([[-1.0, -2.0], [-3.0, NAN], [-1.0, -1.0], [INF, NAN]], dtype=torch.float64)
@@ -62,7 +62,7 @@ def test_sequence_loss_by_hand():
 
 
 @given(seed=st.integers(0, 2**31))
-def test_sequence_loss_differentiates_through_the_ratio_of_the_paper(seed):
+def test_sequence_loss_and_gradient_match_the_paper(seed):
     logprobs, behavior, advantages, mask = random_batch(seed)
     advantages = advantages[:, 0]
 
@@ -72,7 +72,7 @@ def test_sequence_loss_differentiates_through_the_ratio_of_the_paper(seed):
             if keep.any():
                 s = (logprobs[b, keep] - behavior[b, keep]).mean().exp()
                 total = total - torch.minimum(s * advantages[b], s.clamp(0.8, 1.3) * advantages[b])
-        # the graph reaches the input even where no row has a token
+        # connects the graph to the input even if no row has a token
         return (total / 5 + 0 * logprobs.sum(),)
 
     (expected,), expected_grad = with_gradient(by_definition, logprobs)
@@ -92,7 +92,7 @@ def test_with_advantages_per_token_each_token_follows_its_own():
     torch.testing.assert_close(grad, torch.tensor([[-1.0, 2.0, 0.0]], dtype=torch.float64))
 
 
-def test_responses_of_one_token_make_it_the_clipped_loss():
+def test_for_one_token_responses_the_sequence_loss_is_the_clipped_loss():
     logprobs, behavior, advantages, _ = random_batch(6, length=1)
     mask = torch.tensor([[True], [True], [False], [True], [True]])
     out, grad = with_gradient(sequence_loss, logprobs, behavior, advantages, mask, 4)
@@ -106,7 +106,7 @@ def test_responses_of_one_token_make_it_the_clipped_loss():
     garbage=st.lists(st.sampled_from(GARBAGE), min_size=3, max_size=3),
     cuts=st.sets(st.integers(1, 4)),
 )
-def test_padding_never_matters_and_micro_batches_add_up(seed, garbage, cuts):
+def test_padding_does_not_matter_and_micro_batches_add_up(seed, garbage, cuts):
     *tensors, mask = random_batch(seed)
     whole, whole_grad = with_gradient(sequence_loss, *tensors, mask, 5)
     dirty = [torch.where(mask, x, fill) for x, fill in zip(tensors, garbage, strict=True)]
@@ -159,7 +159,7 @@ def test_no_response_tokens_give_zero(shape):
     assert torch.equal(grad, torch.zeros(shape))
 
 
-def test_bfloat16_is_computed_in_float32_and_a_clipped_overflow_is_no_nan():
+def test_bfloat16_is_computed_in_float32_and_a_clipped_overflow_is_not_nan():
     *tensors, mask = random_batch(2)
     half = [x.bfloat16() for x in tensors]
     out, grad = with_gradient(sequence_loss, *half, mask, 5)

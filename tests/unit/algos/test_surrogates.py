@@ -1,4 +1,4 @@
-"""CISPO, DPPO and SAPO: worked by hand, against finite differences, and where they are plain PPO."""
+"""CISPO, DPPO and SAPO: worked by hand, against finite differences, and where they equal PPO."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SURROGATES = {
 
 
 def loss_and_gradient(surrogate, policy, behavior, advantages):
-    """Loss, clip fraction and gradient by log-probs, of one row of probabilities."""
+    """Return loss, clip fraction and the gradient of log-probs, for one row of probabilities."""
     policy, behavior, advantages = (torch.tensor([row], dtype=torch.float64) for row in (policy, behavior, advantages))
     logprobs = policy.log().requires_grad_()
     mask = torch.ones_like(policy, dtype=torch.bool)
@@ -71,7 +71,7 @@ def test_sapo_by_hand():
 
 
 @given(seed=st.integers(0, 2**31))
-def test_on_policy_all_have_the_gradient_of_plain_ppo(seed):
+def test_on_policy_all_surrogates_have_the_gradient_of_ppo(seed):
     generator = torch.Generator().manual_seed(seed)
     behavior = torch.rand(1, 6, generator=generator, dtype=torch.float64).tolist()[0]
     advantages = torch.randn(1, 6, generator=generator, dtype=torch.float64).tolist()[0]
@@ -83,7 +83,7 @@ def test_on_policy_all_have_the_gradient_of_plain_ppo(seed):
 
 @pytest.mark.parametrize("name", ["cispo", "dppo"])
 @given(seed=st.integers(0, 2**31))
-def test_gradients_match_finite_differences_with_the_weights_held(name, seed):
+def test_gradients_match_finite_differences_with_frozen_weights(name, seed):
     generator = torch.Generator().manual_seed(seed)
     policy, behavior = torch.rand(2, 1, 5, generator=generator, dtype=torch.float64) * 0.98 + 0.01
     advantages = torch.randn(1, 5, generator=generator, dtype=torch.float64)
@@ -115,7 +115,7 @@ def test_a_ratio_that_overflows_gives_no_nan(name, advantage):
     assert logprobs.grad.isfinite().all()
 
 
-def test_sapo_closes_its_gate_on_a_ratio_that_overflows_whatever_the_advantage():
+def test_sapo_closes_its_gate_on_a_ratio_that_overflows():
     logprobs = torch.tensor([[1000.0, 1000.0]], requires_grad=True)
     advantages, mask = torch.tensor([[1.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool)
     policy_loss(

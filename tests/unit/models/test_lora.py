@@ -22,7 +22,7 @@ TOKENS = torch.tensor([[1, 5, 7, 3]])
 
 
 def trained(actor):
-    """The actor with adapters that do something: B starts at zero."""
+    """Return the actor with random adapters: B starts at zero, which would have no effect."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in actor.named_parameters():
@@ -36,7 +36,7 @@ def plain_twin(actor):
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_reconstructed_weights_write_what_the_adapted_model_writes(config):
+def test_reconstructed_weights_match_the_adapted_model(config):
     torch.manual_seed(0)
     adapted = Actor.from_config(config, lora=LoRASettings(rank=2, alpha=6.0)).eval()
     plain = plain_twin(adapted).eval()
@@ -63,7 +63,7 @@ def test_a_thousand_updates_leave_base_plus_last_delta():
     torch.testing.assert_close(live["layer.weight"], base + 2.0 * b @ a, atol=1e-6, rtol=0)
 
 
-def test_a_base_weight_that_travels_along_becomes_the_new_base():
+def test_a_base_weight_in_an_update_becomes_the_new_base():
     constructor, own = LoRAConstructor(), {"layer.weight": torch.zeros(2, 2)}
     settings = {"layer": LayerLoRA(scale=1.0)}
     ones = {"layer.lora_A.default.weight": torch.ones(1, 2), "layer.lora_B.default.weight": torch.ones(2, 1)}
@@ -73,7 +73,7 @@ def test_a_base_weight_that_travels_along_becomes_the_new_base():
     assert constructor.reconstruct(ones, settings, own.get)["layer.weight"].eq(1.0).all()
     constructor.reconstruct(full, settings, own.get)
     constructor.adopt()
-    # The next update brings adapters only: 5 + 1, not 0 + 1 and not 6 + 1.
+    # The next update has adapters only: 5 + 1, not 0 + 1 and not 6 + 1.
     assert constructor.reconstruct(ones, settings, own.get)["layer.weight"].eq(6.0).all()
 
 
@@ -83,7 +83,7 @@ def test_trainable_weights_that_are_not_lora_pass_through():
     assert constructor.reconstruct(head, {}, {}.get)["value_head.weight"].eq(1.0).all()
 
 
-def test_rank_alpha_and_scale_are_read_off_the_model():
+def test_scale_is_read_from_the_model():
     critic = Critic.from_config(LLAMA, lora=LoRASettings(rank=4, alpha=8.0, target_modules=("q_proj",)))
     settings = LoRAConstructor.extract_lora_config(critic)
     assert set(settings) == {f"body.layers.{layer}.self_attn.q_proj" for layer in range(2)}
@@ -106,7 +106,7 @@ def test_rank_alpha_and_scale_are_read_off_the_model():
                 "layer.lora_A.default.weight": torch.ones(1, 3),
                 "layer.lora_B.default.weight": torch.ones(2, 1),
             },
-            r"gives \[2, 3\] came .* is \[2, 2\]",
+            r"of shape \[2, 3\] .* has the shape \[2, 2\]",
         ),
     ],
 )
@@ -147,17 +147,17 @@ def test_settings_name_the_rule():
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_peft_finds_layers_as_it_is_told(config, recwarn):
+def test_peft_is_told_the_weight_layout(config, recwarn):
     for model in (Actor, Critic):
         model.from_config(config, lora=LoRASettings(rank=2))
     assert [str(warning.message) for warning in recwarn if "fan_in_fan_out" in str(warning.message)] == []
 
 
-def test_rank_zero_leaves_the_model_alone():
+def test_rank_zero_adds_no_adapters():
     assert not has_adapters(Actor.from_config(LLAMA, lora=LoRASettings()).state_dict())
 
 
 @pytest.mark.parametrize("settings", [7, "rank 2", None, {"r": 2, "lora_alpha": "8"}, {"r": "2"}, {"r": 0}, {}])
-def test_settings_of_a_layer_that_are_none_are_refused(settings):
+def test_invalid_layer_settings_are_rejected(settings):
     with pytest.raises(WeightUpdateError, match="rank"):
         as_layer_lora(settings)

@@ -72,6 +72,6 @@ def test_value_targets_of_half_precision_are_added_in_float32():
 
 @pytest.mark.parametrize("loss_class", [PolicyLoss, ValueLoss])
 @pytest.mark.parametrize("clip_eps", [0, -0.1, NAN])
-def test_a_clip_that_is_not_positive_is_refused(loss_class, clip_eps):
+def test_a_clip_that_is_not_positive_is_rejected(loss_class, clip_eps):
     with pytest.raises(ConfigError, match="clip_eps must be greater than 0, got"):
         loss_class(clip_eps=clip_eps)

@@ -1,4 +1,4 @@
-"""Actor, Critic and RewardModel: over any body, whatever the padding, saved and loaded equal."""
+"""Actor, Critic and RewardModel: any body, any padding, and save and load without change."""
 
 import doctest
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
 
 
 def left_padded(ids, num_padding, token=1):
-    """The same rows behind `num_padding` columns of a token that must not matter."""
+    """Pad rows on the left with `num_padding` columns of a token that must not matter."""
     width = (ids.shape[0], num_padding)
     padded = torch.cat([torch.full(width, token), ids], dim=1)
     return padded, torch.cat([torch.zeros(width, dtype=torch.long), torch.ones_like(ids)], dim=1)
@@ -53,7 +53,7 @@ def test_docstring_examples_run(module):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_an_actor_from_a_config_a_path_and_a_model_are_the_same_thing(request, family, tmp_path):
+def test_actors_from_config_path_and_model_are_equivalent(request, family, tmp_path):
     model = request.getfixturevalue(family)()
     wrapped = Actor(model)
     wrapped.save_pretrained(tmp_path)
@@ -81,7 +81,7 @@ def test_transformers_loads_what_an_actor_saves(request, family, tmp_path, with_
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("num_padding", [1, 5])
-def test_left_padding_cannot_matter(request, family, num_padding):
+def test_left_padding_does_not_matter(request, family, num_padding):
     model = request.getfixturevalue(family)(num_hidden_layers=2)
     padded, mask = left_padded(IDS, num_padding)
     expected = Actor(model)(IDS, torch.ones_like(IDS)).logits
@@ -92,7 +92,7 @@ def test_left_padding_cannot_matter(request, family, num_padding):
 
 
 def test_without_position_ids_left_padding_would_matter(gpt2):
-    # The control of the test above: learned positions do shift when nobody counts real tokens.
+    # The control of the test above: learned positions shift unless positions count real tokens only.
     model = gpt2()
     padded, mask = left_padded(IDS, 5)
     shifted = model(padded, attention_mask=mask).logits[:, 5:]
@@ -100,7 +100,7 @@ def test_without_position_ids_left_padding_would_matter(gpt2):
 
 
 class Wrapper(nn.Module):
-    """What DistributedDataParallel looks like from outside."""
+    """Looks like DistributedDataParallel from outside."""
 
     def __init__(self, module):
         super().__init__()
@@ -111,7 +111,7 @@ class Wrapper(nn.Module):
 
 
 class HandWritten(nn.Module):
-    """A policy that is no transformers model, with argument names of its own."""
+    """A policy that is not a transformers model and has different argument names."""
 
     def __init__(self, model):
         super().__init__()
@@ -153,7 +153,7 @@ def test_action_logprobs_of_a_model_with_adapters_ignore_left_padding(gpt2):
         assert_close(action_logprobs(wrapped, padded, mask, 2)[0].detach(), expected)
 
 
-def test_action_logprobs_take_a_hand_written_policy_that_returns_logits(llama):
+def test_action_logprobs_accept_a_custom_policy_that_returns_logits(llama):
     model = llama()
     expected, none = action_logprobs(model, IDS, None, 2)
     assert none is None
@@ -172,7 +172,7 @@ def test_action_logprobs_carry_gradients_to_the_weights(llama):
     assert actor.model.lm_head.weight.grad.abs().sum() > 0
 
 
-def test_an_actor_generates_as_its_model(llama):
+def test_an_actor_generates_like_its_model(llama):
     model = llama()
     kwargs = {"do_sample": False, "max_new_tokens": 3}
     assert torch.equal(Actor(model).generate(IDS, **kwargs), model.generate(IDS, **kwargs))
@@ -184,7 +184,7 @@ def test_unwrap_finds_the_model_in_any_wrapping(llama):
         assert unwrap(wrapped) is model
 
 
-def test_context_length_is_what_the_config_says(llama, gpt2):
+def test_context_length_is_read_from_the_config(llama, gpt2):
     assert context_length_of(llama(max_position_embeddings=48)) == 48
     assert context_length_of(gpt2(n_positions=24)) == 24
     assert context_length_of(nn.Linear(1, 1)) is None
@@ -207,7 +207,7 @@ def test_a_new_head_starts_at_zero_on_causal_lm_and_bare_body(request, kind, fam
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_classification_model_brings_its_head(request, family):
+def test_a_classification_model_keeps_its_head(request, family):
     config = request.getfixturevalue(family)(num_labels=1).config
     torch.manual_seed(3)
     kind = LlamaForSequenceClassification if family == "llama" else GPT2ForSequenceClassification
@@ -230,7 +230,7 @@ def test_a_reward_is_read_at_the_last_real_token(llama):
     assert_close(reward_model(ids, mask), torch.stack([values[0, 3], values[1, 1]]))
 
 
-def test_rewards_of_a_large_batch_are_computed_a_part_at_a_time(llama, monkeypatch):
+def test_rewards_of_a_large_batch_are_computed_in_parts(llama, monkeypatch):
     reward_model = randomise_head(RewardModel(llama()))
     ids, mask = IDS.repeat(3, 1), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).repeat(3, 1)
     whole = reward_model(ids, mask).detach()
@@ -248,7 +248,7 @@ def test_rewards_of_a_large_batch_are_computed_a_part_at_a_time(llama, monkeypat
 
 
 @pytest.mark.parametrize("kind", [Critic, RewardModel])
-def test_two_labels_are_refused(kind, llama_config, tmp_path):
+def test_two_labels_are_rejected(kind, llama_config, tmp_path):
     model = LlamaForSequenceClassification(llama_config(num_labels=2))
     with pytest.raises(ConfigError, match="needs one label, but LlamaForSequenceClassification has 2"):
         kind(model)
@@ -257,7 +257,7 @@ def test_two_labels_are_refused(kind, llama_config, tmp_path):
         kind.from_pretrained(tmp_path)
 
 
-def test_what_is_no_transformers_model_is_refused_with_a_hint():
+def test_other_modules_are_rejected_with_a_hint():
     with pytest.raises(ConfigError, match="needs a transformers model, got Linear"):
         Critic(nn.Linear(1, 1))
 
@@ -309,7 +309,7 @@ def test_a_critic_with_adapters_trains_adapters_and_head_only(llama):
     assert_close(randomise_head(critic)(padded, mask)[:, 2:], critic(IDS))
 
 
-def test_as_critic_wraps_plain_models_and_takes_everything_else_at_its_word(llama):
+def test_as_critic_wraps_only_transformers_models(llama):
     critic = Critic(llama())
     assert as_critic(critic) is critic
     assert isinstance(as_critic(llama()), Critic)
@@ -321,7 +321,7 @@ def test_as_critic_wraps_plain_models_and_takes_everything_else_at_its_word(llam
     ("dtype", "expected"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
 )
-def test_values_come_in_at_least_float32(llama, dtype, expected):
+def test_values_are_at_least_float32(llama, dtype, expected):
     assert Critic(llama().to(dtype))(IDS).dtype == expected
 
 
@@ -341,7 +341,7 @@ def test_a_loaded_model_does_not_change_with_its_file(llama, tmp_path, made):
     loaded = made.from_pretrained(tmp_path)
     before = [parameter.detach().clone() for parameter in loaded.parameters()]
     file = tmp_path / "model.safetensors"
-    with file.open("r+b") as handle:  # in place, as cp and rsync --inplace do
+    with file.open("r+b") as handle:  # in place, like cp and rsync --inplace
         handle.seek(-512, 2)
         handle.write(bytes(512))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(loaded.parameters(), before, strict=True))
@@ -355,7 +355,7 @@ def layout_of(model):
 @pytest.mark.parametrize("lora", [None, LoRASettings(rank=2)], ids=["whole", "lora"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("made", [Actor, Critic])
-def test_shapes_are_those_of_the_loaded_model(request, tmp_path, made, family, lora):
+def test_empty_models_have_the_layout_of_loaded_ones(request, tmp_path, made, family, lora):
     made(request.getfixturevalue(family)(tie_word_embeddings=True).bfloat16()).save_pretrained(tmp_path)
     with shapes_only():
         empty, asked = made.from_pretrained(tmp_path, lora=lora), made.from_config(tmp_path, dtype=torch.float16)

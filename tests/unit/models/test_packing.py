@@ -1,4 +1,4 @@
-"""Rows without padding: the same log-probs, values and gradients as with it, in float64 to rounding."""
+"""Packed rows give the same log-probs, values and gradients as padded ones, in float64 up to rounding."""
 
 import doctest
 import logging
@@ -48,7 +48,7 @@ SIZES = {
     "max_position_embeddings": 256,
     "initializer_range": 0.5,
 }
-ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # theirs lie beyond a vocabulary this small
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # the defaults are beyond this small vocabulary
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
     "llama-tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -88,7 +88,7 @@ def ragged_batch(prompts=(4, 1, 2, 3), responses=(5, 3, 1, 2)):
 
 
 def grouped_batch():
-    """[4, 45]: three responses to one prompt of 35 tokens, the last two of which begin alike, and one to another."""
+    """[4, 45]: three responses to one prompt of 35 tokens, two with a shared prefix, and one to another prompt."""
     sequences, mask = ragged_batch(prompts=(35, 35, 35, 40), responses=(5, 3, 4, 2))
     sequences[1:3, 5:40] = sequences[0, 5:40]
     sequences[2, :42] = sequences[1, :42]
@@ -116,9 +116,9 @@ def assert_same_gradients(ours, theirs, *, tolerance=1e-10):
 
 
 def gradient_tolerance(name, batch):
-    """Most models' norms compute in float32, and it rounds a sum of gradients otherwise than each of them.
+    """Return the tolerance: most norms compute in float32, which rounds a sum of gradients unlike the single ones.
 
-    Those of Gemma add up the gradients of their weights in float32, too.
+    Gemma's norms also add up the gradients of their weights in float32.
     """
     is_exact = name in ("gpt2", "gpt_neox", "opt", "phi") or (batch == "ragged" and "gemma" not in name)
     return 1e-10 if is_exact else 1e-5
@@ -126,7 +126,7 @@ def gradient_tolerance(name, batch):
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_log_probs_entropies_and_gradients_are_those_of_the_padded_batch(name, batch):
+def test_log_probs_entropies_and_gradients_match_the_padded_batch(name, batch):
     model = causal_lm(name)
     assert packed_scoring_problem(model) is None
     sequences, mask = BATCHES[batch]()
@@ -147,7 +147,7 @@ def test_every_known_decoder_is_tested():
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window", "opt"])
-def test_values_and_rewards_are_those_of_the_padded_batch(name, batch, monkeypatch):
+def test_values_and_rewards_match_the_padded_batch(name, batch, monkeypatch):
     critic, reward_model = Critic(causal_lm(name)), RewardModel(causal_lm(name))
     nn.init.normal_(critic.value_head.weight)
     nn.init.normal_(reward_model.value_head.weight)
@@ -155,7 +155,7 @@ def test_values_and_rewards_are_those_of_the_padded_batch(name, batch, monkeypat
     assert packs(critic)
     packed, rewards = critic(sequences, mask), reward_model(sequences, mask)
     ours = gradients(critic, [packed], mask.bool())
-    monkeypatch.setattr("coati.models.value_head.packing_problem", lambda body: "it is not to")
+    monkeypatch.setattr("coati.models.value_head.packing_problem", lambda body: "disabled by the test")
     padded = critic(sequences, mask)
     torch.testing.assert_close(packed, padded * mask, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(rewards, reward_model(sequences, mask), rtol=1e-10, atol=1e-10)
@@ -163,7 +163,7 @@ def test_values_and_rewards_are_those_of_the_padded_batch(name, batch, monkeypat
     assert_same_gradients(ours, theirs, tolerance=gradient_tolerance(name, batch))
 
 
-def test_adapters_count_and_only_they_get_gradients():
+def test_adapters_are_applied_and_only_they_get_gradients():
     actor = Actor(causal_lm("llama"), lora=LoRASettings(rank=2)).double()
     for name, parameter in actor.named_parameters():
         if "lora_B" in name:
@@ -190,7 +190,7 @@ def test_a_row_does_not_see_its_neighbours():
 
 @pytest.mark.parametrize("window", [None, 50])
 def test_attention_of_rows_of_very_different_lengths(window):
-    # Short rows share a call, those from 128 to 255 tokens another; the last is not in order of length.
+    # Short rows share one call, those from 128 to 255 tokens another; the rows are not in order of length.
     lengths = (3, 200, 1, 130, 64, 127)
     total = sum(lengths)
     generator = torch.Generator().manual_seed(0)
@@ -217,14 +217,14 @@ def test_attention_of_rows_of_very_different_lengths(window):
 
 
 @pytest.mark.parametrize(("capability", "is_kept"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
-def test_gpus_before_ampere_do_without_the_variable_length_kernel(capability, is_kept, monkeypatch):
+def test_gpus_before_ampere_do_not_use_the_variable_length_kernel(capability, is_kept, monkeypatch):
     monkeypatch.setattr(packed_attention, "_FLASH", object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     drop_flash_on_old_gpus(torch.device("cuda"))
     assert (packed_attention._FLASH is not None) == is_kept
 
 
-def test_a_model_set_to_packed_rows_computes_ordinary_calls_to_the_bit():
+def test_a_packed_model_still_computes_ordinary_calls_exactly():
     model = causal_lm("llama")
     sequences, mask = ragged_batch()
     before = model(sequences, attention_mask=mask).logits
@@ -235,12 +235,12 @@ def test_a_model_set_to_packed_rows_computes_ordinary_calls_to_the_bit():
     again = model.generate(sequences[:, :4], attention_mask=mask[:, :4], max_new_tokens=3, do_sample=False)
     assert torch.equal(again, written)
     assert PACKED_ATTENTION not in str(model.config.to_diff_dict())  # it is not saved
-    twin = AutoModelForCausalLM.from_config(model.config).double().eval()  # and a config that has it is as good as any
+    twin = AutoModelForCausalLM.from_config(model.config).double().eval()  # and a config with it still works
     twin.load_state_dict(model.state_dict())
     assert torch.equal(twin(sequences, attention_mask=mask).logits, before)
 
 
-def test_rows_without_tokens_and_batches_without_any():
+def test_empty_rows_and_empty_batches():
     model = causal_lm("llama")
     critic = Critic(model)
     sequences, mask = ragged_batch()
@@ -253,14 +253,14 @@ def test_rows_without_tokens_and_batches_without_any():
     assert critic(sequences, torch.zeros_like(mask)).shape == sequences.shape
 
 
-def test_a_token_with_nothing_before_it_is_not_scored():
+def test_the_first_token_of_a_row_is_not_scored():
     sequences, mask = torch.tensor([[6, 7, 8], [0, 4, 5]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
     logprobs, _ = action_logprobs(causal_lm("llama"), sequences, mask, 2)
     assert (logprobs == 0).tolist() == [[False, False], [True, False]]
 
 
-def test_a_batch_in_which_nothing_is_scored_still_reaches_every_weight():
-    # Ranks that share gradients wait for all of them, whatever one of them has to say.
+def test_a_batch_without_scored_tokens_still_gives_every_weight_a_gradient():
+    # An all-reduce of gradients waits for every weight on every rank.
     model = causal_lm("llama")
     sequences, mask = ragged_batch()
     mask[:, -NUM_ACTIONS:] = 0
@@ -271,7 +271,7 @@ def test_a_batch_in_which_nothing_is_scored_still_reaches_every_weight():
         assert torch.equal(parameter.grad, torch.zeros_like(parameter.grad))
 
 
-def test_models_that_we_do_not_know_are_padded_and_it_is_said_once(caplog):
+def test_unknown_models_are_padded_and_logged_once(caplog):
     log_padding_once.cache_clear()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(StableLmConfig(**SIZES)).double().eval()
@@ -289,19 +289,19 @@ def test_models_that_we_do_not_know_are_padded_and_it_is_said_once(caplog):
     ]
 
 
-def test_what_stands_in_the_way_is_named():
+def test_the_reason_against_packing_is_returned():
     model = causal_lm("llama")
     assert packing_problem(nn.Linear(1, 1)) == "Linear is not a transformers model"
     model.lm_head.register_forward_hook(lambda *_: None)
     assert packed_scoring_problem(model) == "its output head has forward hooks"
     model.lm_head = nn.Sequential(model.lm_head)
-    assert packed_scoring_problem(model) == "its output head is a Sequential, and not a plain linear layer"
+    assert packed_scoring_problem(model) == "its output head is a Sequential, not a plain nn.Linear"
     capped = causal_lm("gemma3")
     capped.config.final_logit_softcapping = 3.0
     assert packed_scoring_problem(capped) == "its logits are capped (final_logit_softcapping)"
     eager = causal_lm("qwen2")
     eager.set_attn_implementation("eager")
-    assert packed_scoring_problem(eager) == "its attention is set to 'eager', and not to 'sdpa'"
+    assert packed_scoring_problem(eager) == "its attention implementation is 'eager', not 'sdpa'"
 
     class Wrapper(nn.Module):
         def __init__(self, module):
@@ -312,12 +312,12 @@ def test_what_stands_in_the_way_is_named():
     assert packed_scoring_problem(Wrapper(Actor(causal_lm("llama")))) is None
 
 
-def test_parts_of_a_batch_keep_to_both_limits():
+def test_parts_of_a_batch_respect_both_limits():
     assert row_parts([]) == []
     assert row_parts([5, 5, 5]) == [slice(0, 3)]
     assert row_parts([5, 5, 5], max_rows=2) == [slice(0, 2), slice(2, 3)]
     assert row_parts([5, 5, 5, 1], max_rows=3, max_tokens=10) == [slice(0, 2), slice(2, 4)]
-    assert row_parts([99, 1, 99], max_tokens=10) == [slice(0, 1), slice(1, 2), slice(2, 3)]  # none is ever dropped
+    assert row_parts([99, 1, 99], max_tokens=10) == [slice(0, 1), slice(1, 2), slice(2, 3)]  # no row is dropped
     sequences, mask = ragged_batch()
     assert row_tokens(sequences, mask, is_packed=True) == [9, 4, 3, 5]
     assert row_tokens(sequences, mask, is_packed=False) == row_tokens(sequences, None, is_packed=True) == [9] * 4
@@ -329,10 +329,10 @@ def test_docstring_examples_run():
     assert result.failed == 0
 
 
-def test_holes_in_a_row_are_left_out_of_it():
+def test_holes_in_a_row_are_removed():
     model = causal_lm("llama")
     sequences, mask = ragged_batch()
-    mask[0, 2] = 0  # the padded call counts positions over it, too
+    mask[0, 2] = 0  # positions of the padded call skip it too
     packed = PackedRows.of(sequences, mask)
     assert packed.positions[:8].tolist() == list(range(8))
     scored = mask[:, -NUM_ACTIONS:].bool()
@@ -342,7 +342,7 @@ def test_holes_in_a_row_are_left_out_of_it():
 
 
 @pytest.mark.parametrize("mask", [[[1, 1, 1], [1, 1, 1]], [[0, 1, 1], [1, 1, 1]]], ids=["even", "ragged"])
-def test_what_was_scored_in_inference_mode_can_be_learnt_from(llama, mask):
+def test_training_works_after_scoring_in_inference_mode(llama, mask):
     sequences, mask = torch.tensor([[3, 4, 5], [6, 7, 8]]), torch.tensor(mask)
     critic = Critic(llama(seed=2))
     with torch.inference_mode():

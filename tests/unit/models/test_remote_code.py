@@ -1,4 +1,4 @@
-"""Code that comes with a model runs only where `model.trust_remote_code` says so."""
+"""Code that comes with a model runs only if `model.trust_remote_code` is set."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from coati.errors import ConfigError
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """Settings with a model that brings a configuration class of its own, which leaves a trace when it is imported."""
+    """Settings with a model that has its own configuration class, which leaves a trace when it is imported."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "model"
     llama().save_pretrained(folder)
@@ -39,7 +39,7 @@ def config(tmp_path, monkeypatch):
     return make
 
 
-def test_a_models_own_code_runs_only_if_it_is_trusted(config, tmp_path):
+def test_remote_code_runs_only_if_trusted(config, tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path"):
         build.trainer_models(config(False))
     assert not (tmp_path / "trace").exists()
@@ -49,7 +49,7 @@ def test_a_models_own_code_runs_only_if_it_is_trusted(config, tmp_path):
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_trusting_a_models_code_is_warned_about(config, trust, caplog):
+def test_trusting_remote_code_logs_a_warning(config, trust, caplog):
     with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match=r"p\.jsonl"):
         entry.check_run(config(trust), is_resumed=False, overwrite=False, sync=True, address=None)
     assert ("trust_remote_code" in caplog.text) == trust

@@ -1,4 +1,4 @@
-"""Which tokens of rows that begin alike are computed, and where each token of a row then is."""
+"""Shared prefixes: which tokens are computed, and where each token of a row finds its result."""
 
 import doctest
 import itertools
@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import coati.models.packing
-from coati.models.packed_attention import take_often
-from coati.models.packing import LEAST_TOKENS, PackedRows, SharedPrefixes
+from coati.models.packed_attention import take_repeated
+from coati.models.packing import MIN_SHARED_TOKENS, PackedRows, SharedPrefixes
 
 
 def test_docstring_examples_run():
@@ -27,13 +27,13 @@ def rows_of(packed):
     rows=st.lists(st.lists(st.integers(0, 1), min_size=0, max_size=7), min_size=1, max_size=6),
     paddings=st.lists(st.integers(0, 2), min_size=6, max_size=6),
 )
-def test_a_token_is_taken_only_from_one_with_the_same_past(rows, paddings):
-    """Two words, so that rows begin alike by chance; padding in front may differ."""
+def test_a_token_is_shared_only_with_equal_prefixes(rows, paddings):
+    """A vocabulary of two, so that rows share prefixes by chance; left padding may differ."""
     sequences, mask = torch.full((len(rows), 10), 7), torch.zeros(len(rows), 10, dtype=torch.long)
     for row, (words, padding) in enumerate(zip(rows, paddings, strict=False)):
         sequences[row, padding : padding + len(words)] = torch.tensor(words)
         mask[row, padding : padding + len(words)] = 1
-    shared = SharedPrefixes.of(sequences, mask.bool(), least=2)
+    shared = SharedPrefixes.of(sequences, mask.bool(), min_tokens=2)
     if shared is None:
         return
     packed = PackedRows.of(sequences, mask)
@@ -56,27 +56,27 @@ def num_computed(*rows):
     return len(packed.computed(packed.tokens))
 
 
-def test_a_prompt_is_computed_once_for_each_run_of_rows_with_it():
-    one, other = range(LEAST_TOKENS), range(50, 50 + LEAST_TOKENS)
-    assert num_computed([*one, 1], [*one, 2, 3], [*other, 1], [*other, 2]) == 2 * LEAST_TOKENS + 5
-    # Only neighbours are looked at, and rows that are the same from end to end are one.
-    assert num_computed([*one, 1], [*other, 1], [*one, 2]) == 3 * LEAST_TOKENS + 3
-    assert num_computed([*one, 1], [*one, 1], [*one, 1]) == LEAST_TOKENS + 1
+def test_a_prompt_is_computed_once_per_run_of_adjacent_rows():
+    one, other = range(MIN_SHARED_TOKENS), range(50, 50 + MIN_SHARED_TOKENS)
+    assert num_computed([*one, 1], [*one, 2, 3], [*other, 1], [*other, 2]) == 2 * MIN_SHARED_TOKENS + 5
+    # Only adjacent rows are compared, and identical rows are computed once.
+    assert num_computed([*one, 1], [*other, 1], [*one, 2]) == 3 * MIN_SHARED_TOKENS + 3
+    assert num_computed([*one, 1], [*one, 1], [*one, 1]) == MIN_SHARED_TOKENS + 1
 
 
-def test_what_is_too_short_or_too_small_a_part_is_left_alone():
-    short = range(LEAST_TOKENS - 1)
+def test_prefixes_that_are_too_short_are_not_shared():
+    short = range(MIN_SHARED_TOKENS - 1)
     assert PackedRows.of(*batch([*short, 1], [*short, 2])).shared is None
-    prompt, long = range(LEAST_TOKENS), [100 + n for n in range(8 * LEAST_TOKENS)]
+    prompt, long = range(MIN_SHARED_TOKENS), [100 + n for n in range(8 * MIN_SHARED_TOKENS)]
     assert PackedRows.of(*batch([*prompt, *long], [*prompt, 1])).shared is None
-    assert PackedRows.of(*batch([*prompt, *long[: 5 * LEAST_TOKENS]], [*prompt, 1])).shared is not None
+    assert PackedRows.of(*batch([*prompt, *long[: 5 * MIN_SHARED_TOKENS]], [*prompt, 1])).shared is not None
 
 
 def shared_of(rows, mask):
-    return SharedPrefixes.of(torch.tensor(rows), torch.tensor(mask).bool(), least=2)
+    return SharedPrefixes.of(torch.tensor(rows), torch.tensor(mask).bool(), min_tokens=2)
 
 
-def test_the_same_words_at_other_positions_are_other_tokens():
+def test_equal_words_at_different_positions_are_not_shared():
     words = [[5, 6, 7, 8, 9, 1], [0, 6, 7, 8, 9, 2]]
     assert shared_of(words, [[1] * 6, [0] + [1] * 5]) is None
     words = [[5, 6, 7, 8, 9, 1], [5, 6, 7, 8, 9, 2]]
@@ -84,22 +84,22 @@ def test_the_same_words_at_other_positions_are_other_tokens():
     assert shared_of(words, [[1] * 6, [1] * 6]).slots.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 6]
 
 
-def test_what_two_rows_have_beyond_their_lender_is_not_taken_from_it():
-    # The third has four words in common with the second, but only two with the first, which both take theirs from.
+def test_rows_share_only_what_they_have_in_common_with_the_source_row():
+    # The third row shares four words with the second, but only two with the first, which is the source of both.
     words = [[1, 2, 3, 4, 9], [1, 2, 5, 6, 7], [1, 2, 5, 6, 8]]
     slots = shared_of(words, [[1] * 5] * 3).slots.tolist()
     assert slots == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 0, 1, 8, 9, 10]
 
 
-def test_what_stands_in_the_padding_does_not_matter():
+def test_padding_content_does_not_matter():
     shared = shared_of([[3, 6, 7, 1], [4, 6, 7, 2]], [[0, 1, 1, 1]] * 2)
     assert shared.slots.tolist() == [0, 1, 2, 0, 1, 3]
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 1)])  # torch itself adds up precisely on CPUs from two dimensions on
-def test_gradients_of_what_is_taken_often_add_up_without_rounding_in_between(shape):
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])  # with two dimensions or more, torch itself is exact on CPUs
+def test_gradients_of_repeated_indices_add_up_in_float32(shape):
     values = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
-    taken = take_often(values, torch.tensor([0] * 300 + [1]))
+    taken = take_repeated(values, torch.tensor([0] * 300 + [1]))
     taken.sum().backward()
     assert values.grad.flatten().tolist() == [300.0, 1.0]  # bfloat16 counts to 256 in steps of 1
     assert values.grad.dtype == torch.bfloat16

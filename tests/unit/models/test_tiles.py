@@ -1,4 +1,4 @@
-"""On the CPU a sample's bits do not depend on its company: alone, among others, anywhere, with any padding."""
+"""Batch invariance on the CPU: a sample gets the same bits alone, in any batch, at any position, with any padding."""
 
 import functools
 
@@ -14,16 +14,16 @@ from coati.models.tiles import (
     GPU_TILE,
     TILE,
     active_tile,
+    batch_invariant,
     is_batch_invariant,
     padded_length,
-    same_in_any_company,
     set_batch_invariant,
     tiled_activation,
     tiled_linear,
 )
 from coati.rollout import GenerateOptions, generate, make_engine
 
-# Odd sizes, so that vector instructions leave a rest.
+# Odd sizes, so that vector instructions leave a remainder.
 SIZES = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "initializer_range": 0.5}
 GPT2 = {"n_embd": 24, "n_inner": 37, "n_layer": 2, "initializer_range": 0.5}
 LIMIT = 6
@@ -79,7 +79,7 @@ def right_padded(rows, more=0):
 
 
 def written(engine, rows, ids, *, more=0, limit=LIMIT):
-    """What an engine writes: tokens and log-probs of each row without padding."""
+    """Generate with an engine; return tokens and log-probs of each row without padding."""
     input_ids, mask = left_padded(rows, more)
     request = tiny.samples_of(
         input_ids=input_ids,
@@ -111,7 +111,7 @@ def written(engine, rows, ids, *, more=0, limit=LIMIT):
     ],
 )
 @given(row=prompt, before=companies, after=companies, more=st.integers(0, 40))
-def test_an_engine_writes_a_row_the_same_in_any_company(engines, engine, model, row, before, after, more):
+def test_engines_are_batch_invariant(engines, engine, model, row, before, after, more):
     engine = engines(engine, model)
     alone = written(engine, [row], [7])
     ids = [*range(100, 100 + len(before)), 7, *range(200, 200 + len(after))]
@@ -122,7 +122,7 @@ def test_an_engine_writes_a_row_the_same_in_any_company(engines, engine, model, 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "adapters", "gemma3", "phi"])
 @torch.no_grad()
 @given(row=prompt, before=companies, after=companies, more=st.integers(0, 40))
-def test_models_score_a_row_the_same_in_any_company(policies, scorers, model, row, before, after, more):
+def test_scoring_is_batch_invariant(policies, scorers, model, row, before, after, more):
     row = [5, *row]
     alone = scores(policies[model], *scorers, [row], 0)
     company = [[6, *other] for other in before], [[6, *other] for other in after]
@@ -141,7 +141,7 @@ def scorers():
 
 
 def scores(policy, critic, reward_model, rows, more):
-    """Log-probs, values and rewards; all but the first token are the response."""
+    """Return log-probs, values and rewards; all but the first token are the response."""
     sequences, mask = right_padded(rows, more)
     num_actions = sequences.shape[1] - 1
     logprobs, _ = action_logprobs(policy, sequences, mask, num_actions, temperatures=torch.full([len(rows)], 0.7))
@@ -158,7 +158,7 @@ def scores(policy, critic, reward_model, rows, more):
 @torch.no_grad()
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize(("inner", "outer"), [(24, 37), (64, 1), (64, 200), (300, 77)])
-def test_a_row_of_a_product_is_the_same_at_any_place(num_threads, inner, outer):
+def test_rows_of_a_product_do_not_depend_on_their_position(num_threads, inner, outer):
     torch.set_num_threads(num_threads)
     torch.manual_seed(0)
     weight, bias, row = torch.randn(outer, inner), torch.randn(outer), torch.randn(inner)
@@ -174,10 +174,10 @@ def test_a_row_of_a_product_is_the_same_at_any_place(num_threads, inner, outer):
 @torch.no_grad()
 @pytest.mark.parametrize("activation", [F.silu, F.gelu, torch.sigmoid])
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_an_activation_is_the_same_at_any_place(activation, num_threads):
+def test_activations_do_not_depend_on_their_position(activation, num_threads):
     torch.set_num_threads(num_threads)
     torch.manual_seed(0)
-    for width in (37, 64):  # 32 rows of any width leave no rest together
+    for width in (37, 64):  # 32 rows of any width together leave no remainder
         part_of_rows = torch.randn(32, 2 * width)[:, :width]
         alone = torch.cat([tiled_activation(activation, row) for row in part_of_rows.split(1)])
         assert torch.equal(tiled_activation(activation, part_of_rows), alone)
@@ -188,13 +188,13 @@ def test_an_activation_is_the_same_at_any_place(activation, num_threads):
     assert torch.allclose(whole, activation(values), atol=1e-6)
 
 
-def test_it_is_off_where_gradients_are_wanted():
+def test_batch_invariance_is_off_with_gradients():
     layer, inputs = torch.nn.Linear(4, 5), torch.randn(3, 4)
-    with same_in_any_company(layer, inputs):
+    with batch_invariant(layer, inputs):
         assert active_tile() == 0
         layer(inputs).sum().backward()
     assert layer.weight.grad is not None
-    with torch.no_grad(), same_in_any_company(layer, inputs):
+    with torch.no_grad(), batch_invariant(layer, inputs):
         assert active_tile() == TILE
         assert "forward" in vars(layer)
     assert "forward" not in vars(layer)
@@ -206,7 +206,7 @@ def test_a_gpu_does_it_for_marked_models_only(monkeypatch):
     model, on_gpu = tiny.llama(1, num_hidden_layers=2), torch.empty(0, device="meta")  # any device but the CPU
     ids = torch.arange(2, 14).unsqueeze(0)
     expected = model(ids).logits
-    with same_in_any_company(model, on_gpu):
+    with batch_invariant(model, on_gpu):
         assert active_tile() == 0
     set_batch_invariant(model)
     assert is_batch_invariant(model)
@@ -216,18 +216,18 @@ def test_a_gpu_does_it_for_marked_models_only(monkeypatch):
     norm_class = type(model.model.norm)
     plain = norm_class.forward
     monkeypatch.setattr(norm_class, "forward", lambda norm, rows: (norms.append(rows.shape[0]), plain(norm, rows))[1])
-    with same_in_any_company(model, on_gpu):
+    with batch_invariant(model, on_gpu):
         assert active_tile() == GPU_TILE
         found = model(ids).logits
     assert shapes == {*norms} == {GPU_TILE}
     assert torch.allclose(found, expected, atol=1e-5)
     set_batch_invariant(model, False)
-    with same_in_any_company(model, on_gpu):
+    with batch_invariant(model, on_gpu):
         assert active_tile() == 0
 
 
 @given(length=st.integers(1, 100_000))
-def test_rows_are_filled_up_by_little(length):
+def test_rows_get_little_padding(length):
     padded = padded_length(length)
     assert length <= padded < length + max(8, length / 2)
     assert padded_length(length + 1) >= padded == padded_length(padded)

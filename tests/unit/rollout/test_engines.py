@@ -1,4 +1,4 @@
-"""Our engines, held to the protocol of all."""
+"""The protocol tests for the native and reference engines."""
 
 import pytest
 from engine_protocol import *  # noqa: F403
@@ -15,7 +15,7 @@ DECODERS = ["gpt2", "opt", "gemma3", "phi"]
 
 @pytest.fixture(params=[*((one, "llama") for one in ENGINES), *((ENGINES[-1], one) for one in DECODERS)], ids=" ".join)
 def kind(request):
-    """An engine, and the architecture of its models."""
+    """The name of an engine, and the architecture of its models."""
     return request.param
 
 
@@ -42,11 +42,11 @@ def make_engine(kind, monkeypatch):
     return make
 
 
-def test_log_probs_are_those_before_a_cut(make_engine, policy):
-    test_log_probs_are_those_of_the_learner(make_engine, policy, {"top_k": 4})  # noqa: F405
+def test_log_probs_are_those_before_top_k(make_engine, policy):
+    test_log_probs_match_the_learner(make_engine, policy, {"top_k": 4})  # noqa: F405
 
 
-def test_a_turn_that_follows_without_a_word_goes_on_as_one_response_would(make_engine, policy):
+def test_extending_without_new_tokens_continues_the_same_response(make_engine, policy):
     engine = make_engine(policy(0))
     engine.submit(request_of([0, 3], eos_token_id=[]))
     whole = texts(finish(engine, 2))

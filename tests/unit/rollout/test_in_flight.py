@@ -1,4 +1,4 @@
-"""Weights that change between two tokens: finished tokens stay, and every token says who wrote it."""
+"""Weight updates between two tokens: earlier tokens stay, and every token has the version that generated it."""
 
 import copy
 
@@ -51,7 +51,7 @@ def generate(actor, **kwargs):
 
 
 def switch_after(actor, new, num_tokens, version):
-    """A commit point that loads the new weights after so many tokens."""
+    """Return a commit point that loads the new weights after `num_tokens` tokens."""
     state = {"tokens": 0}
 
     def between_tokens():
@@ -63,7 +63,7 @@ def switch_after(actor, new, num_tokens, version):
     return between_tokens
 
 
-def test_tokens_before_the_switch_are_the_old_models_and_versions_say_so(actors):
+def test_tokens_before_the_update_are_from_the_old_weights(actors):
     old, new = actors
     of_old = generate(copy.deepcopy(old))
     actor = copy.deepcopy(old)
@@ -74,7 +74,7 @@ def test_tokens_before_the_switch_are_the_old_models_and_versions_say_so(actors)
     assert not torch.equal(mixed.action_log_probs[:, 3:], of_old.action_log_probs[:, 3:])
 
 
-def test_without_a_pause_one_version_wrote_everything(actors):
+def test_without_an_update_all_tokens_have_one_version(actors):
     assert generate(actors[0], version=4).policy_versions.eq(4).all()
 
 
@@ -91,7 +91,7 @@ def pipeline(actors):
         served = ServedModels({"actor": actor})
         maker = NaiveExperienceMaker(actor, Critic.from_config(CONFIG), RewardModel.from_config(CONFIG), old)
         pipeline = ExperiencePipeline(maker, served, generate_kwargs={"max_new_tokens": 8}, in_flight=in_flight)
-        # Offered while the third token is drawn, from inside the generation: the interleaving we fear.
+        # Offer the update from inside the forward pass of the third token, the most dangerous interleaving.
         count = {"steps": 0}
 
         def forward(*args, **kwargs):
@@ -110,21 +110,21 @@ def pipeline(actors):
 BATCH = parse_prompts(PROMPTS)
 
 
-def test_in_flight_an_update_that_comes_during_a_generation_is_taken_by_the_next_token(pipeline):
+def test_in_flight_updates_apply_from_the_next_token(pipeline):
     running = pipeline(in_flight=True)
     made = running.finish(running.begin(BATCH))
-    # The update is offered during the forward of the third token; that token is drawn, then the weights change.
+    # The update is offered during the forward pass of the third token. That token is drawn, then the weights change.
     assert made.policy_versions.tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]] * 3
 
 
-def test_between_batches_the_same_update_waits_for_the_batch(pipeline):
+def test_between_batches_an_update_waits_for_the_batch(pipeline):
     running = pipeline(in_flight=False)
     made = running.finish(running.begin(BATCH))
     assert made.policy_versions.eq(0).all()
     assert running.served.version == 1
 
 
-def test_a_commit_point_takes_nothing_while_somebody_else_works_with_the_models(actors):
+def test_a_commit_point_applies_no_update_while_others_use_the_models(actors):
     old, new = actors
     served = ServedModels({"actor": copy.deepcopy(old)})
     with served.use(), served.use():

@@ -78,10 +78,8 @@ def test_gated(shape, dtype):
     [(None, 1, None), ("llama", 1, None), ("gemma", 1, 40), (None, 0.5, 640), (None, 0, None)],
 )
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_attention_writes_the_cache_and_reads_all_of_it(
-    num_kv_heads, group, dim, norms, rotary_share, window, page_size, dtype
-):
-    """Texts of different lengths, the empty one among them, in pages out of order; the longest is read in parts."""
+def test_attention_writes_and_reads_the_cache(num_kv_heads, group, dim, norms, rotary_share, window, page_size, dtype):
+    """Texts of different lengths, one of them empty, in shuffled pages; the longest is read in parts."""
     width = 1024 // page_size
     positions = torch.tensor([0, 5, 64, 301, 1000], device=DEVICE)
     order = torch.randperm(5 * width, generator=torch.Generator().manual_seed(8))
@@ -98,8 +96,8 @@ def test_attention_writes_the_cache_and_reads_all_of_it(
         shape = (5 * width + 1, num_kv_heads, page_size, dim)
         keys, values = (random(*shape, seed=seed, dtype=dtype) for seed in (6, 7))
         attend = operations.attention(positions, pages, page_size, 1001, {"": angles})
-        mixed = [attend(projected, block, keys, values) for _ in range(2)]  # counters are as they were after a call
-        split = operations.splitting(positions, {"": angles})(projected, block)  # as prefill does before it attends
+        mixed = [attend(projected, block, keys, values) for _ in range(2)]  # a call resets its counters
+        split = operations.splitting(positions, {"": angles})(projected, block)  # as in prefill
         results.append((*mixed, keys, values, *split))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
@@ -107,14 +105,14 @@ def test_attention_writes_the_cache_and_reads_all_of_it(
 
 @pytest.mark.parametrize("vocabulary", [56, 2048, 5000])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_draws_are_those_of_the_inverse_cdf(vocabulary, temperature, dtype):
+def test_draws_match_the_inverse_cdf(vocabulary, temperature, dtype):
     logits = 3 * random(32, vocabulary, dtype=dtype)
     uniforms = torch.rand(32, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     uniforms[0], uniforms[1] = 0.0, 0.999
     tokens, log_probs = kernels.draw(logits, uniforms, temperature)
     expected = torch.log_softmax(logits.float() / temperature, dim=-1)
     drawn = torch.stack([inverse_cdf(expected, (uniforms + nudge).clamp(0.0, 1.0)) for nudge in (-1e-6, 0.0, 1e-6)])
-    # Equal, or next to a draw that falls within rounding of where one token ends and the next begins.
+    # Equal, or adjacent if the uniform number is within rounding of the boundary between two tokens.
     assert (tokens == drawn).any(dim=0).all()
     assert (tokens == drawn[1]).sum() >= 31
     torch.testing.assert_close(log_probs, expected.gather(1, tokens[:, None]).squeeze(1), atol=1e-5, rtol=1e-5)
@@ -130,14 +128,14 @@ def test_a_token_without_mass_is_never_drawn():
     torch.testing.assert_close(log_probs.exp().cpu(), torch.tensor([1.0, 1.0, 0.5]))
 
 
-def test_nan_stays_nan_and_names_a_token_that_exists():
+def test_nan_logits_give_nan_log_probs_and_a_valid_token():
     logits = torch.full((1, 5000), float("nan"), device=DEVICE)
     tokens, log_probs = kernels.draw(logits, torch.tensor([0.5], dtype=torch.float64, device=DEVICE), 1.0)
     assert 0 <= int(tokens) < 5000
     assert log_probs.isnan().all()
 
 
-def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
+def test_kernels_with_wrong_results_are_not_used(monkeypatch):
     geometry = Geometry(head_dim=16, num_kv_heads=2, group=3, scale=0.25, rotary_dim=16)
     assert kernel_problem(torch.device(DEVICE), torch.float32, geometry) is None
     monkeypatch.setattr(kernels, "gated", lambda both: both[..., :48])
@@ -149,9 +147,9 @@ def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", *tiny.ARCHITECTURES])
-@pytest.mark.parametrize("num_prompts", [1, 3, 4])  # of 4 tokens: as many prompts as tokens, and more or fewer
+@pytest.mark.parametrize("num_prompts", [1, 3, 4])  # prompts have 4 tokens: as many prompts as tokens, and fewer
 @pytest.mark.parametrize("do_sample", [True, False])
-def test_the_engine_writes_what_the_reference_writes(family, num_prompts, do_sample, monkeypatch):
+def test_the_engine_matches_the_reference_engine(family, num_prompts, do_sample, monkeypatch):
     shape = {
         "vocab_size": 29, "hidden_size": 48, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3,
         "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.4, "head_dim": 16,
@@ -165,7 +163,7 @@ def test_the_engine_writes_what_the_reference_writes(family, num_prompts, do_sam
         config = transformers.Qwen2Config(**shape) if family == "qwen2" else transformers.Qwen3Config(**shape)
         model = transformers.AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
     ids = torch.randint(3, 29, (num_prompts, 4), generator=torch.Generator().manual_seed(1))
-    ids = ids.repeat_interleave(2, dim=0).to(DEVICE)  # two samples of each
+    ids = ids.repeat_interleave(2, dim=0).to(DEVICE)  # two samples per prompt
     request = samples_of(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

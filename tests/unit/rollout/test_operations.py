@@ -1,4 +1,4 @@
-"""When a decode step runs as Triton kernels, and when it does not."""
+"""The choice between Triton kernels and torch for a decode step."""
 
 import dataclasses
 import importlib.util
@@ -20,22 +20,22 @@ def geometry(head_dim):
     return Geometry(head_dim=head_dim, num_kv_heads=2, group=2, scale=1.0, rotary_dim=head_dim)
 
 
-def test_a_cpu_runs_torch():
+def test_a_cpu_uses_torch_operations():
     assert type(operations_for(torch.zeros(1), geometry(16))) is TorchOperations
 
 
-def test_heads_that_cannot_be_cut_are_named():
+def test_unsupported_head_sizes_are_reported():
     reason = kernel_problem(torch.device("cpu"), torch.float32, geometry(80))
-    assert reason == "heads have 80 dimensions, and the kernels need a power of two from 16 on"
+    assert reason == "heads have 80 dimensions, but the kernels need a power of two of at least 16"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
-def test_a_machine_without_triton_is_told_so():
+def test_missing_triton_is_reported():
     assert "No module named 'triton'" in kernel_problem(torch.device("cpu"), torch.float32, geometry(16))
 
 
 class RoundedOnce(TorchOperations):
-    """Splits in float32 and rounds the norms' results twice and the rest once, as the kernels do."""
+    """Splits in float32 and, like the kernels, rounds the results of norms twice and the rest once."""
 
     def splitting(self, positions, angles):
         def split(projected, block):
@@ -63,7 +63,7 @@ class RoundedOnce(TorchOperations):
     ("num_kv_heads", "group", "head_dim"),
     [(2, 7, 64), (2, 6, 128), (4, 7, 128), (8, 5, 128), (8, 8, 128), (8, 12, 128)],
 )
-def test_rounding_alone_passes_the_trial_at_every_size(num_kv_heads, group, head_dim):
+def test_rounding_alone_passes_the_trial_at_all_sizes(num_kv_heads, group, head_dim):
     size = Geometry(
         head_dim=head_dim, num_kv_heads=num_kv_heads, group=group, scale=head_dim**-0.5, rotary_dim=head_dim
     )
@@ -72,8 +72,8 @@ def test_rounding_alone_passes_the_trial_at_every_size(num_kv_heads, group, head
 
 
 @pytest.mark.parametrize("rotary_dim", [0, 8])
-def test_in_a_trial_no_more_of_a_head_turns_than_in_the_model(rotary_dim):
-    """Kernels turn whole heads where positions are learned, by angles that change nothing."""
+def test_the_trial_rotates_no_more_dimensions_than_the_model(rotary_dim):
+    """With learned positions, kernels rotate whole heads by angles that change nothing."""
     model = dataclasses.replace(geometry(16), rotary_dim=rotary_dim)
     as_kernels_do = TorchOperations(dataclasses.replace(model, rotary_dim=rotary_dim or 16))
     errors = _trial_errors(as_kernels_do, TorchOperations(model), torch.device("cpu"), torch.float32, model)

@@ -27,13 +27,13 @@ def test_the_options_of_the_contract_are_known():
     assert set(contract.split()) <= set(KNOWN_OPTIONS)
 
 
-def test_sampling_is_on_and_nothing_is_cut_by_default():
+def test_defaults_sample_from_the_whole_distribution():
     options = GenerateOptions.parse()
     assert options == GenerateOptions()
     assert (options.do_sample, options.temperature, options.top_k, options.top_p) == (True, 1.0, 0, 1.0)
 
 
-def test_an_unknown_option_is_an_error_that_suggests_and_lists_the_known_ones():
+def test_an_unknown_option_raises_with_a_suggestion_and_the_known_options():
     with pytest.raises(GenerateOptionError) as caught:
         GenerateOptions.parse(max_new_token=8)
     message = str(caught.value)
@@ -42,7 +42,7 @@ def test_an_unknown_option_is_an_error_that_suggests_and_lists_the_known_ones():
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
 
 
-def test_an_option_like_no_other_gets_no_suggestion():
+def test_an_option_unlike_any_other_gets_no_suggestion():
     with pytest.raises(GenerateOptionError, match=r"unknown generate option zzz=1\. Known options: "):
         GenerateOptions.parse(zzz=1)
 
@@ -68,7 +68,7 @@ def test_an_option_like_no_other_gets_no_suggestion():
         ("force_words_ids", [[1]]),
     ],
 )
-def test_options_that_would_not_sample_from_the_policy_are_refused_with_the_reason(name, value):
+def test_options_that_would_not_sample_from_the_policy_are_rejected(name, value):
     assert name not in KNOWN_OPTIONS
     with pytest.raises(GenerateOptionError, match=rf"(?s){name}=.*Known options: .*samples of the policy"):
         GenerateOptions.parse(**{name: value})
@@ -95,12 +95,12 @@ def test_options_that_would_not_sample_from_the_policy_are_refused_with_the_reas
         ("tokenizer", "a/path"),
     ],
 )
-def test_a_value_out_of_range_is_an_error_that_names_the_option_and_the_value(name, value):
+def test_an_out_of_range_value_raises_with_option_and_value(name, value):
     with pytest.raises(GenerateOptionError, match=rf"generate option {name}(\[0\])? must .*got "):
         GenerateOptions.parse(**{name: value})
 
 
-def test_stop_strings_get_their_tokenizer_from_the_run_unless_one_is_passed():
+def test_stop_strings_use_the_tokenizer_of_the_run_by_default():
     run, own = (SimpleNamespace(decode=None) for _ in range(2))
     options = GenerateOptions.parse(stop_strings="end")
     assert options.stop_strings == ("end",)
@@ -111,13 +111,13 @@ def test_stop_strings_get_their_tokenizer_from_the_run_unless_one_is_passed():
         options.with_tokenizer(None)
 
 
-def test_greedy_text_needs_no_temperature():
+def test_greedy_decoding_needs_no_temperature():
     options = GenerateOptions.parse(do_sample=False, temperature=0.0)
     assert options.sampling_temperature == 1.0
     assert GenerateOptions.parse(temperature=0.5).sampling_temperature == 0.5
 
 
-def test_none_means_not_given_and_other_options_travel_along():
+def test_none_means_unset_and_extra_options_are_kept():
     options = GenerateOptions.parse(temperature=None, top_k=None, use_cache=False, eos_token_id=[2, 3])
     assert options == GenerateOptions(eos_token_id=[2, 3], extra={"use_cache": False})
 
@@ -138,11 +138,11 @@ def test_the_tighter_limit_on_new_tokens_wins(given, prompt, limit):
 
 
 def model_with(*, saved=None, config=None):
-    """What options look at of a model: its generation config and its config."""
+    """A stub of a model with a generation config and a config."""
     return SimpleNamespace(generation_config=SimpleNamespace(**(saved or {})), config=SimpleNamespace(**(config or {})))
 
 
-def test_end_of_sequence_tokens_come_from_the_option_then_the_saved_defaults_then_the_config():
+def test_eos_tokens_come_from_option_then_generation_config_then_config():
     model = model_with(saved={"eos_token_id": [3, 4]}, config={"eos_token_id": 5})
     assert GenerateOptions.parse(eos_token_id=2).eos_token_ids(model) == (2,)
     assert GenerateOptions.parse(eos_token_id=[2, 6]).eos_token_ids(model) == (2, 6)
@@ -152,16 +152,16 @@ def test_end_of_sequence_tokens_come_from_the_option_then_the_saved_defaults_the
     assert GenerateOptions.parse().eos_token_ids(model_with()) == ()
 
 
-def test_the_padding_token_falls_back_to_end_of_sequence_and_then_to_zero():
+def test_the_padding_token_falls_back_to_eos_then_zero():
     model = model_with(saved={"pad_token_id": 6}, config={"pad_token_id": 7, "eos_token_id": 5})
     assert GenerateOptions.parse(pad_token_id=1).pad_token(model) == 1
     assert GenerateOptions.parse().pad_token(model) == 6
-    # -1 is how some configs say that there is none
+    # some configs use -1 for none
     assert GenerateOptions.parse().pad_token(model_with(config={"pad_token_id": -1, "eos_token_id": 5})) == 5
     assert GenerateOptions.parse().pad_token(model_with()) == 0
 
 
-def test_options_cannot_be_changed_after_they_were_checked():
+def test_options_are_frozen():
     with pytest.raises(ValidationError):
         GenerateOptions.parse().temperature = 2.0
 
@@ -193,6 +193,6 @@ OPT = {"architectures": ["OPTForCausalLM"], "hidden_size": 1024, "word_embed_pro
         ({}, {}, "architecture"),
     ],
 )
-def test_a_model_file_and_the_options_tell_whether_the_native_engine_runs(model_config, options, reason):
+def test_model_config_and_options_decide_whether_the_native_engine_runs(model_config, options, reason):
     problem = native_engine_problem(model_config, GenerateOptions.parse(**options))
     assert (problem is None) if reason is None else reason in problem

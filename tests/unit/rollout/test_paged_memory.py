@@ -1,4 +1,4 @@
-"""The paged cache's memory, without a model."""
+"""The memory of the paged cache, without a model."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from coati.rollout.native import cache as module
 from coati.rollout.native.cache import PagedCache
 
 
-def test_a_cache_that_ran_out_of_memory_half_way_is_usable_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_stays_usable_after_running_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = PagedCache(num_layers=2, num_heads=1, head_dim=2, like=torch.zeros(1))
     cache.enlarge(3, 4)
     cache.keys[0][1] = 7.0
@@ -15,7 +15,7 @@ def test_a_cache_that_ran_out_of_memory_half_way_is_usable_as_it_was(monkeypatch
 
     def scarce(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
         if done:
-            raise torch.OutOfMemoryError("one was all there was")
+            raise torch.OutOfMemoryError("only the first allocation succeeds")
         done.append(shape)
         return enlarged(tensor, *shape)
 
@@ -24,7 +24,7 @@ def test_a_cache_that_ran_out_of_memory_half_way_is_usable_as_it_was(monkeypatch
         cache.enlarge(8, 4)
     monkeypatch.undo()
 
-    cache.enlarge(3, 4)  # what there is already
+    cache.enlarge(3, 4)  # the current size
     assert cache.has_free(2)
     assert not cache.has_free(3)
     cache.enlarge(5, 4)

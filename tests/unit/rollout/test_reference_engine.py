@@ -1,4 +1,4 @@
-"""The reference engine: transformers' text, our dice."""
+"""The reference engine: the text of transformers, with keyed draws."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ def generate(model, prompts=PROMPTS, *, sample_ids=None, seed=0, max_new_tokens=
 
 
 def responses(rollout):
-    """The real response tokens of each row."""
+    """Return the response tokens of each row, without padding."""
     num_actions = rollout.action_mask.shape[1]
     return [
         row[mask].tolist() for row, mask in zip(rollout.sequences[:, -num_actions:], rollout.action_mask, strict=True)
@@ -50,7 +50,7 @@ def responses(rollout):
 
 
 def first_tokens(model, count=400, **options):
-    """The first token of `count` samples of one prompt."""
+    """Return the first token of `count` samples of one prompt."""
     rollout = generate(model, [PROMPTS[0]] * count, max_new_tokens=1, **options)
     return rollout.sequences[:, -1]
 
@@ -64,7 +64,7 @@ def first_probabilities(model, temperature=1.0):
 # Keyed draws
 
 
-def test_a_sample_gets_the_same_text_whatever_its_batch_and_place(llama):
+def test_responses_do_not_depend_on_batch_and_row(llama):
     model = llama(num_hidden_layers=2)
     together = responses(generate(model, sample_ids=[10, 11, 12, 13], eos_token_id=[]))
     assert len(set(map(tuple, together))) == 4
@@ -81,7 +81,7 @@ def test_a_longer_limit_continues_the_same_text(llama):
     assert [row[:4] for row in responses(long)] == responses(short)
 
 
-def test_other_ids_and_other_seeds_write_other_text(llama):
+def test_different_ids_and_seeds_give_different_text(llama):
     model = llama()
     same_prompt = responses(generate(model, [PROMPTS[0]] * 6, eos_token_id=[]))
     assert len(set(map(tuple, same_prompt))) == 6
@@ -89,7 +89,7 @@ def test_other_ids_and_other_seeds_write_other_text(llama):
     assert not set(map(tuple, same_prompt)) & set(map(tuple, other_seed))
 
 
-def test_torchs_generator_is_neither_used_nor_disturbed(llama):
+def test_the_global_torch_generator_is_not_used(llama):
     model = llama()
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -99,8 +99,8 @@ def test_torchs_generator_is_neither_used_nor_disturbed(llama):
     assert responses(generate(model)) == one
 
 
-def test_draws_are_the_inverse_cdf_of_the_samples_own_uniforms(llama):
-    # The first token with cumulative probability above u, by the definition and in plain Python.
+def test_draws_are_the_inverse_cdf_of_keyed_uniforms(llama):
+    # The definition in plain Python: the first token with cumulative probability above u.
     model = llama()
     probabilities = first_probabilities(model).tolist()
     expected = []
@@ -116,8 +116,8 @@ def test_draws_are_the_inverse_cdf_of_the_samples_own_uniforms(llama):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 def test_samples_follow_the_distribution_at_the_temperature(llama, temperature):
-    # 10 degrees of freedom: chi-square is below 29.6 in 99.9 % of cases; the seed is fixed. A distribution of
-    # the wrong temperature gives hundreds.
+    # 10 degrees of freedom: chi-square is below 29.6 in 99.9 % of cases, and the seed is fixed. The wrong temperature
+    # gives hundreds.
     model = llama(initializer_range=0.2)
     probabilities = first_probabilities(model, temperature)
     counts = torch.bincount(first_tokens(model, 2000, temperature=temperature), minlength=11)
@@ -136,8 +136,8 @@ def test_inverse_cdf_by_hand(uniform, token):
     assert inverse_cdf(probabilities.log(), torch.tensor([uniform])).tolist() == [token]
 
 
-def test_inverse_cdf_renormalises_what_a_cut_left_over():
-    # masses 0.1 and 0.3 are left, so the first has 0.25 of it
+def test_inverse_cdf_renormalises_after_a_cut():
+    # masses 0.1 and 0.3 are left, so the first has a share of 0.25
     log_probs = torch.tensor([[0.1, 0.0, 0.3]]).log().expand(3, 3)
     assert inverse_cdf(log_probs, torch.tensor([0.0, 0.24, 0.26])).tolist() == [0, 0, 2]
 
@@ -147,8 +147,8 @@ def test_inverse_cdf_never_rounds_past_the_last_token_with_mass():
     assert inverse_cdf(log_probs, torch.tensor([1.0])).tolist() == [2]
 
 
-def test_inverse_cdf_of_nan_is_still_a_token():
-    # Broken weights give nan log-probs, which the learner skips and names; a wild index would kill the maker.
+def test_inverse_cdf_of_nan_is_a_valid_token():
+    # Non-finite weights give nan log-probs, which the learner skips and reports; a bad index would crash the maker.
     tokens = inverse_cdf(torch.tensor([[NAN, NAN], [0.0, NAN]]), torch.tensor([0.1, 0.9]))
     assert tokens.max() <= 1
 
@@ -156,22 +156,22 @@ def test_inverse_cdf_of_nan_is_still_a_token():
 # Cutting the distribution
 
 
-def test_top_k_draws_all_of_the_k_likeliest_and_nothing_else(llama):
+def test_top_k_draws_exactly_the_k_likeliest(llama):
     model = llama(initializer_range=0.2)
     kept = set(first_probabilities(model).topk(3).indices.tolist())
     assert set(first_tokens(model, top_k=3).tolist()) == kept
 
 
-def test_top_p_draws_all_of_the_nucleus_and_nothing_else(llama):
+def test_top_p_draws_exactly_the_nucleus(llama):
     model = llama(initializer_range=0.2)
     probabilities, order = first_probabilities(model).sort(descending=True)
-    # A token is kept if the likelier ones have less than 0.6 together.
+    # A token is kept if all likelier ones together have less than 0.6.
     kept = set(order[probabilities.cumsum(0) - probabilities < 0.6].tolist())
     assert 1 < len(kept) < 11
     assert set(first_tokens(model, top_p=0.6).tolist()) == kept
 
 
-def test_min_p_draws_all_that_is_likely_enough_and_nothing_else(llama):
+def test_min_p_draws_exactly_the_likely_tokens(llama):
     model = llama(initializer_range=0.2)
     probabilities = first_probabilities(model)
     kept = set((probabilities >= 0.5 * probabilities.max()).nonzero().flatten().tolist())
@@ -192,7 +192,7 @@ def test_log_probs_are_those_before_the_cut(llama):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"temperature": 1.5, "top_k": 4}, {"do_sample": False}])
-def test_action_log_probs_are_those_of_scoring(request, family, options):
+def test_action_log_probs_match_scoring(request, family, options):
     model = request.getfixturevalue(family)(num_hidden_layers=2)
     rollout = generate(model, **options)
     temperature = options.get("temperature", 1.0)
@@ -210,7 +210,7 @@ def test_action_log_probs_are_those_of_scoring(request, family, options):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_greedy_text_is_that_of_transformers(request, family):
+def test_greedy_decoding_matches_transformers(request, family):
     model = request.getfixturevalue(family)(num_hidden_layers=2)
     input_ids, attention_mask = padded(PROMPTS)
     expected = model.generate(input_ids, attention_mask=attention_mask, do_sample=False, max_new_tokens=8)
@@ -222,12 +222,12 @@ def test_greedy_text_is_that_of_transformers(request, family):
 
 
 def long_rollout(model, **options):
-    """Enough text for every row to meet some end, in rows of different length."""
+    """Generate enough text for every row to end, at different lengths."""
     return generate(model, [PROMPTS[0]] * 12, max_new_tokens=40, **options)
 
 
 @pytest.mark.parametrize("pad", [0, 2], ids=["pad", "pad is eos"])
-def test_a_response_ends_with_its_first_end_of_sequence_token(llama, pad):
+def test_a_response_ends_with_its_first_eos_token(llama, pad):
     rollout = long_rollout(llama(), eos_token_id=2, pad_token_id=pad)
     texts = responses(rollout)
     assert len(set(map(len, texts))) > 1
@@ -251,14 +251,14 @@ def test_any_of_several_end_tokens_ends_a_response(llama):
     assert not any({2, 4} & set(text[:-1]) for text in texts)
 
 
-def test_without_end_token_every_response_is_cut_at_the_limit(llama):
+def test_without_eos_token_every_response_is_cut_at_the_limit(llama):
     rollout = generate(llama(eos_token_id=None), max_new_tokens=5)
     assert rollout.action_mask.shape == (4, 5)
     assert rollout.action_mask.all()
     assert rollout.is_cut.all()
 
 
-def test_an_end_token_in_the_last_place_is_an_end_and_not_a_cut(llama):
+def test_an_eos_token_at_the_limit_is_not_a_cut(llama):
     model = llama()
     text = responses(long_rollout(model))[0]
     exact = generate(model, [PROMPTS[0]], max_new_tokens=len(text))
@@ -274,8 +274,8 @@ class StopAtFour(StoppingCriteria):
 
 @pytest.mark.parametrize("eos", [[], [2]], ids=["no eos", "eos"])
 @pytest.mark.parametrize("pad", [0, 2, 9])
-def test_what_follows_a_stopping_criterion_is_no_response(llama, eos, pad):
-    # Without an end token transformers lets finished rows write on, with one it pads them.
+def test_tokens_after_a_stopping_criterion_are_dropped(llama, eos, pad):
+    # Without an end token transformers keeps generating in finished rows, with one it pads them.
     model = llama()
     rollout = long_rollout(model, eos_token_id=eos, pad_token_id=pad, stopping_criteria=[StopAtFour()])
     texts = responses(rollout)
@@ -286,8 +286,8 @@ def test_what_follows_a_stopping_criterion_is_no_response(llama, eos, pad):
 
 
 @pytest.mark.parametrize(("eos", "pad"), [([2], 0), ([2], 2), ([], 0)], ids=["pad", "pad is eos", "no eos"])
-def test_each_row_is_cut_at_its_own_limit(llama, eos, pad):
-    # What ends or stops a row after its limit does not count: a row that ends later is cut.
+def test_each_row_has_its_own_limit(llama, eos, pad):
+    # A row that would end after its limit is cut.
     model = llama()
     options = {"eos_token_id": eos, "pad_token_id": pad, "stopping_criteria": [StopAtFour()]}
     whole = long_rollout(model, **options)
@@ -299,8 +299,8 @@ def test_each_row_is_cut_at_its_own_limit(llama, eos, pad):
     assert 0 < rollout.is_cut.sum() < 12
 
 
-def test_a_row_that_fills_the_context_ends_beside_others_that_go_on(gpt2):
-    # A context of 8: the second prompt has room for 2 tokens, the others for more. New weights come with every token.
+def test_a_row_that_fills_the_context_ends_while_others_continue(gpt2):
+    # With a context of 8, the second prompt has room for 2 tokens, the others for more. Every token has a new version.
     model, versions = gpt2(n_positions=8), itertools.count(2)
     input_ids, attention_mask = padded([[4, 5], [3] * 6, [6]])
     rollout = generate_with(
@@ -326,7 +326,7 @@ def test_a_row_that_fills_the_context_ends_beside_others_that_go_on(gpt2):
 # Options and defaults that reach transformers
 
 
-def test_saved_defaults_of_the_model_do_not_reshape_the_policy(llama):
+def test_saved_generation_defaults_do_not_change_the_policy(llama):
     clean = generate(llama())
     model = llama()
     saved = model.generation_config
@@ -350,13 +350,13 @@ def test_saved_defaults_of_the_model_do_not_reshape_the_policy(llama):
     assert model.generation_config is saved
 
 
-def test_the_models_saved_end_token_is_honoured(llama):
+def test_the_saved_eos_token_is_used(llama):
     model = llama()
     model.generation_config.eos_token_id = 4
     assert all(text[-1] == 4 for text in responses(long_rollout(model)))
 
 
-def test_the_mode_comes_back_after_a_failure_and_the_samples_are_gone(llama):
+def test_a_failure_restores_the_mode_and_drops_the_samples(llama):
     model = llama()
     model.train()
     engine = ReferenceEngine(model)
@@ -380,7 +380,7 @@ def test_the_mode_comes_back_after_a_failure_and_the_samples_are_gone(llama):
     assert engine.room == before
 
 
-def test_dropout_is_off_while_generating_and_the_mode_comes_back(gpt2):
+def test_dropout_is_off_while_generating_and_the_mode_is_restored(gpt2):
     model = gpt2(resid_pdrop=0.9, embd_pdrop=0.9, attn_pdrop=0.9)
     expected = responses(generate(model))
     model.train()
@@ -388,7 +388,7 @@ def test_dropout_is_off_while_generating_and_the_mode_comes_back(gpt2):
     assert model.training
 
 
-def test_an_actor_with_adapters_writes_as_the_model_it_wraps(llama):
+def test_an_actor_with_zero_adapters_matches_its_model(llama):
     expected = responses(generate(llama()))
     model = llama()
     model.generation_config.repetition_penalty = 50.0

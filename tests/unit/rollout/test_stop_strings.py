@@ -1,4 +1,4 @@
-"""Stop strings: recognised token by token, in every engine, from the tokenizer of the run."""
+"""Stop strings: found token by token, in every engine, with the tokenizer of the run."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def tokenizer():
 
 
 def first_stop(strings, pieces):
-    """By the definition: the number of tokens after which the text has a stop string in it."""
+    """Return the number of tokens after which the text contains a stop string, by the definition."""
     for count in range(1, len(pieces) + 1):
         if any(string in "".join(pieces[:count]) for string in strings):
             return count
@@ -35,7 +35,7 @@ def first_stop(strings, pieces):
 
 
 @pytest.mark.parametrize("strings", [["."], ["ab"], ["aab", "ba"], ["abab", "bb.", "h"], ["aaa"], ["abc."]], ids=str)
-def test_the_table_finds_what_a_search_of_the_text_finds(strings):
+def test_the_automaton_matches_a_text_search(strings):
     stops = StopStrings(strings, PIECES, CPU)
     generator = torch.Generator().manual_seed(0)
     alphabet = [PIECES.index(piece) for piece in ("a", "b", "ab", "c.", "aa", "ba", "h.h", "bc")]
@@ -50,7 +50,7 @@ def test_the_table_finds_what_a_search_of_the_text_finds(strings):
         assert found == first_stop(strings, [PIECES[token] for token in tokens])
 
 
-def test_tokens_without_text_and_tokens_beyond_the_tokenizer_change_nothing(tokenizer):
+def test_tokens_without_text_do_not_change_the_state(tokenizer):
     stops = stop_strings_of(tokenizer, ("ab",), CPU)
     state = torch.zeros(1, dtype=torch.long)
     for token in (PIECES.index("a"), 0, 999, PIECES.index("b")):
@@ -58,9 +58,9 @@ def test_tokens_without_text_and_tokens_beyond_the_tokenizer_change_nothing(toke
     assert int(state) == stops.found
 
 
-def test_a_token_that_loses_its_space_alone_has_it_behind_another():
+def test_tokens_keep_the_space_that_decoding_them_alone_drops():
     class Stripping:
-        """A tokenizer that leaves out the space at the beginning of a text, as many do."""
+        """A tokenizer that drops the space at the start of a text, like many do."""
 
         texts = (" a", "b")
 
@@ -77,7 +77,7 @@ def test_a_token_that_loses_its_space_alone_has_it_behind_another():
     assert after_b.tolist() != [stops.found]
 
 
-def test_a_string_that_the_tokens_cannot_spell_is_refused(tokenizer):
+def test_a_stop_string_that_tokens_cannot_spell_is_rejected(tokenizer):
     with pytest.raises(GenerateOptionError, match="stop_strings"):
         stop_strings_of(tokenizer, ("z",), CPU)
 
@@ -115,8 +115,8 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(tokenizer, 
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_a_maker_takes_the_tokenizer_of_its_reward_and_the_reward_sees_the_stopped_text(tokenizer, engine):
-    """What `[rollout.generate] stop_strings = ["."]` in a config does."""
+def test_a_maker_uses_the_tokenizer_of_its_reward(tokenizer, engine):
+    """This is what `[rollout.generate] stop_strings = ["."]` in a config does; the reward sees the stopped text."""
     texts = []
 
     def length(completions):

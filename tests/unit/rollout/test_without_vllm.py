@@ -1,6 +1,7 @@
-"""The vLLM engine where vLLM is not installed. With it: tests/with_vllm."""
+"""The vLLM engine without vLLM installed; tests/with_vllm need it."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,13 +9,14 @@ from tiny import llama, samples_of
 
 from coati.config import RolloutSettings
 from coati.errors import ConfigError
+from coati.experience import Sample
 from coati.rollout import GenerateOptions, VllmEngine, generate, make_engine
 
 
-def test_settings_make_the_engine_and_its_absence_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"):
-        monkeypatch.setenv(name, "1")  # so that what is set here is taken back
+        monkeypatch.setenv(name, "1")  # so that monkeypatch restores them
     engine = make_engine(RolloutSettings(engine="vllm", vllm={"max_num_seqs": 4}), llama())
     assert isinstance(engine, VllmEngine)
     ids = torch.ones(1, 3, dtype=torch.long)
@@ -28,3 +30,16 @@ def test_settings_make_the_engine_and_its_absence_is_explained(monkeypatch: pyte
     )
     with pytest.raises(ConfigError, match=r"coati\[vllm\]"):
         generate(engine, request)
+
+
+def test_cancelling_other_samples_does_not_strand_one_that_waits_for_the_canary() -> None:
+    engine = VllmEngine(llama())
+    canary = SimpleNamespace(
+        request_id="canary-1", prompt_token_ids=[3, 4], prompt_logprobs=[None, {4: SimpleNamespace(logprob=-1.0)}]
+    )
+    engine._engine = SimpleNamespace(step=lambda: [canary], abort_request=lambda _names: None)
+    engine._canaries["canary-1"] = torch.tensor([-1.0])
+    finished = Sample(0, [3, 4])
+    engine._ended.append(finished)
+    engine.cancel([1])
+    assert engine.advance() == [finished]

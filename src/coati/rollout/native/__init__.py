@@ -1,6 +1,6 @@
-"""The native engine: generation for the decoders that `blocks.py` can describe.
+"""The native engine: fast generation for the decoders that `blocks.py` can describe.
 
-A paged key-value cache, and the model's own forward pass, one token at a time.
+It runs the model's own layers with a paged KV cache, one token at a time.
 """
 
 from coati.rollout.native.decoder import config_of

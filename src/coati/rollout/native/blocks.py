@@ -1,7 +1,7 @@
-"""A decoder as the native engine computes it: what its blocks are made of, read from the modules of transformers.
+"""A decoder as the native engine sees it: the parts of its blocks, read from transformers modules.
 
-Every architecture that the engine knows is a case of one description: norms of one kind or another, products that are
-joined or can be, rotary or learned positions, a gate or none. What a model does not have is None in it.
+All supported architectures share one description: norms of several kinds, linear layers that are or can be fused,
+rotary or learned positions, gated or plain MLPs. Parts that a model does not have are None.
 """
 
 from collections.abc import Sequence
@@ -12,23 +12,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from coati.models.tiles import active_tile, same_in_any_company, tiled_linear
+from coati.models.tiles import active_tile, batch_invariant, tiled_linear
 
-# Slots that are computed together on a CPU, where rows are multiplied so many at a time; see `coati.models.tiles`.
+# Slots per matrix product on a CPU; see `coati.models.tiles`.
 SLOT_TILE = 32
 
 
 def tiled(num_slots: int) -> int:
-    """How many slots are computed on a CPU for so many."""
+    """Return the number of slots that a CPU computes for `num_slots`: whole tiles."""
     return -(-num_slots // SLOT_TILE) * SLOT_TILE
 
 
 class FusedLinear:
     """`torch.cat([layer(x) for layer in layers], dim=-1)`, in one product where the layers allow it.
 
-    The layers' weights are moved, once, into one matrix of which each is a block of rows. So a weight update that is
-    written into the model is written into the matrix, and nothing is held twice. Layers that are more than a matrix
-    (LoRA adapters) are called one by one.
+    The weights of the layers are moved once into one matrix, and become views of its rows. So an in-place weight update
+    of the model also updates the matrix, and no weight is stored twice. Layers that are not a plain nn.Linear (LoRA
+    adapters) are called one by one.
 
     >>> layers = [nn.Linear(4, 2), nn.Linear(4, 3)]
     >>> FusedLinear(layers)(torch.zeros(1, 4)).shape
@@ -42,7 +42,7 @@ class FusedLinear:
         self._pointers: tuple[int, ...] = ()
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Outputs of all layers, side by side."""
+        """Return the outputs of all layers, concatenated."""
         if not self.join():
             parts = [product(layer, inputs) for layer in self._layers]
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -50,10 +50,10 @@ class FusedLinear:
         return _linear(inputs, self._weight, self._bias)
 
     def join(self) -> bool:
-        """Join the weights, unless they are; False if these layers cannot be joined, or there is only one."""
+        """Fuse the weights unless they already are; return False for a single layer, or layers that cannot be fused."""
         if not self._is_plain():
             return False
-        if self._pointers != self._addresses():  # first use, or the model was moved or loaded again
+        if self._pointers != self._addresses():  # first use, or the model was moved or reloaded
             self._join()
         return True
 
@@ -74,13 +74,13 @@ class FusedLinear:
 
 
 def product(layer: Any, inputs: Tensor) -> Tensor:
-    """What a linear layer, with adapters or without, makes of its inputs."""
+    """Apply a linear layer, with or without adapters."""
     if type(layer) is nn.Linear:
         return _linear(inputs, layer.weight, layer.bias)
     if type(layer) is Conv1D:
         return _linear(inputs, layer.weight.t(), layer.bias)
     tile = active_tile() or (SLOT_TILE if inputs.device.type == "cpu" else len(inputs))
-    with same_in_any_company(layer, inputs, tile=tile):
+    with batch_invariant(layer, inputs, tile=tile):
         result: Tensor = layer(inputs)
     return result
 
@@ -92,7 +92,7 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Move parameters into one tensor, of which they are parts from then on."""
+    """Move parameters into one tensor and make them views of it."""
     whole = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, part in zip(
         parameters, torch.split(whole, [len(parameter) for parameter in parameters]), strict=True
@@ -102,25 +102,25 @@ def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 class Block(NamedTuple):
-    """Attention and what follows it."""
+    """One decoder block: attention and MLP."""
 
     norm: Any
     projections: FusedLinear
     """Queries, keys and values."""
     head_norms: tuple[Any, Any] | None
-    """Of each query and each key (Qwen3, Gemma 3)."""
+    """Norms of the query heads and the key heads (Qwen3, Gemma 3)."""
     rotation: str
-    """Which of the model's rotary embeddings turns them; see `Body.rotations`."""
+    """Name of its rotary embedding, one of `Body.rotations`."""
     window: int | None
-    """How many tokens back attention sees, its own included."""
+    """Number of tokens that attention sees, including the current one; None for all."""
     output: Any
     output_norm: Any | None
-    """Of what attention adds (Gemma 3)."""
+    """Norm of the attention output (Gemma 3)."""
     mlp_norm: Any | None
-    """None if the MLP reads what attention reads (Phi)."""
+    """None if the MLP has the same input as attention (Phi)."""
     up: FusedLinear
     is_gated: bool
-    """Whether `up` is gate and up, side by side."""
+    """Whether `up` returns gate and up, concatenated."""
     activation: Any
     down: Any
     down_norm: Any | None
@@ -152,21 +152,21 @@ class Block(NamedTuple):
 
 
 class Body(NamedTuple):
-    """A decoder between its token embedding and its output head."""
+    """A decoder without its token embedding and output head."""
 
     positions: Any | None
-    """Learned embeddings of positions (GPT-2, OPT)."""
+    """Learned position embeddings (GPT-2, OPT)."""
     rotary: Any | None
     rotations: tuple[str, ...]
-    """The kinds of layers that have a rotary embedding of their own (Gemma 3), or one that stands for all."""
+    """Layer types with different rotary embeddings (Gemma 3), else one empty name for all layers."""
     blocks: list[Block]
     norm: Any
     attention: Any
-    """That of the first layer; heads are alike in all."""
+    """Attention module of the first layer; all layers have the same head geometry."""
 
     @classmethod
     def of(cls, model: Any) -> "Body":
-        """Read a causal language model of an architecture that `native_engine_problem` has nothing against."""
+        """Read a causal LM for which `native_engine_problem` returns None."""
         body = _any(model.base_model, "decoder") or model.base_model
         layers, rotary = _any(body, "layers", "h"), _any(body, "rotary_emb")
         kinds = [""] * len(layers)
@@ -183,11 +183,11 @@ class Body(NamedTuple):
 
 
 def _any(module: Any, *names: str) -> Any:
-    """The first of these parts that a module has; None if it has none."""
+    """Return the first of these attributes that a module has; None if it has none."""
     return next((part for name in names if (part := getattr(module, name, None)) is not None), None)
 
 
 def _joinable(module: Any, joined: Sequence[str], parts: Sequence[str]) -> FusedLinear:
-    """A product of a module: one layer, whatever its name, or several of the same input."""
+    """Return a projection of a module: one layer with any of these names, or several layers with the same input."""
     whole = _any(module, *joined)
     return FusedLinear([getattr(module, part) for part in parts] if whole is None else [whole])

@@ -1,8 +1,8 @@
-"""The forward pass of a decoder over a paged cache.
+"""The forward pass of a decoder with a paged KV cache.
 
-It calls the model's own linear layers, so it computes with the weights as they are at that moment: adapters count, and
-a weight update is seen by the next token. Around them it does no more than the model's definition asks for: no masks
-are built, no caches are grown, and grouped queries read their key-value heads as they lie in memory.
+It calls the model's own linear layers, so it always uses the current weights, including adapters, and a weight update
+affects the next token. Around these layers it does only what the model's definition requires: it builds no masks, grows
+no caches, and does not copy key-value heads for grouped queries.
 
 Shapes: n slots, T tokens, H query heads in K groups (key-value heads) of G, D dimensions of a head, L positions.
 """
@@ -31,7 +31,7 @@ from coati.rollout.native.operations import (
 )
 from coati.rollout.native.reading import Reading
 
-# Any but cuDNN's, which plans for each new shape of a batch: 47 ms on the host of an H200.
+# All but cuDNN's, which plans for each new batch shape: 47 ms on the host of an H200.
 _PREFILL_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -45,7 +45,7 @@ class Decoder:
         self._embedding: nn.Module = base.get_input_embeddings()
         self._embedding_scale: float | None = None
         if config.model_type.startswith("gemma") and not hasattr(self._embedding, "embed_scale"):
-            self._embedding_scale = config.hidden_size**0.5  # the body multiplies, in older releases of transformers
+            self._embedding_scale = config.hidden_size**0.5  # older transformers: the body scales
         self._body = body = Body.of(base)
         self._head: nn.Module = base.get_output_embeddings()
         self._logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -59,27 +59,27 @@ class Decoder:
             rotary_dim=self._turn(1, body.rotations[0])[0].shape[-1],
         )
         self.operations = operations_for(self.weight, self._geometry)
-        self._angles: Angles = {}  # see `_rotation`; of the weights' device and dtype when the cache was made
+        self._angles: Angles = {}  # see `_rotation`; with the device and dtype of the weights at `new_cache`
 
     @property
     def weight(self) -> Tensor:
-        """Any of the weights, for its device and dtype."""
+        """One of the weights, for its device and dtype."""
         return self._parameters[0]
 
     def check_length(self, num_tokens: int) -> None:
-        """Refuse texts longer than there are learned positions; reading beyond them would end the GPU's process."""
+        """Raise GenerateOptionError for texts longer than the learned positions; a GPU would fail beyond them."""
         if (learned := self._body.positions) is None:
             return
         if num_tokens > (known := len(learned.weight) - getattr(learned, "offset", 0)):
             raise GenerateOptionError(
-                f"A prompt and its response may have {known} positions, which the model has learned, got {num_tokens}. "
+                f"A prompt and its response must fit in the model's {known} positions, got {num_tokens} tokens. "
                 "Use a smaller max_new_tokens, or shorter prompts."
             )
 
     def join_weights(self) -> tuple[int, ...]:
-        """Put weights that are multiplied together side by side, now and not in the first use; where they lie then.
+        """Fuse weights now instead of at first use, and return the addresses of all parameters.
 
-        A recorded graph reads the memory that it was recorded with. It is good while these addresses stay.
+        A captured graph stays valid as long as these addresses do not change.
         """
         for block in self._body.blocks:
             block.projections.join()
@@ -87,7 +87,7 @@ class Decoder:
         return tuple(parameter.data_ptr() for parameter in self._parameters)
 
     def new_cache(self) -> PagedCache:
-        """A cache without pages, where the model is now."""
+        """Return a cache without pages, on the model's current device."""
         if self.weight.is_cuda:
             drop_flash_on_old_gpus(self.weight.device)
         self.operations, self._angles = operations_for(self.weight, self._geometry), {}
@@ -100,7 +100,7 @@ class Decoder:
 
     @sdpa_kernel(_PREFILL_KERNELS)
     def prefill(self, reading: Reading, cache: PagedCache, *, num_positions: int) -> Tensor:
-        """Read texts into the cache; logits of the token after the text of each sample, [samples, vocabulary].
+        """Prefill texts into the cache; return the logits of each sample's next token, [samples, vocabulary].
 
         `num_positions` is one past the largest position that a text in the cache can have.
         """
@@ -110,17 +110,17 @@ class Decoder:
         return self._logits(hidden[last], delta[last])[reading.which]
 
     def decode(self, tokens: Tensor, positions: Tensor, pages: Tensor, cache: PagedCache, num_positions: int) -> Tensor:
-        """Append one token to each of n texts; logits of the next, [n, vocabulary].
+        """Append one token to each of n texts; return the logits of the next tokens, [n, vocabulary].
 
-        `tokens` and `positions` are [n], `pages` [n, M] where each text is; `num_positions` is one past the largest
-        position, so that no more of the cache is read than holds anything.
+        `tokens` and `positions` are [n], `pages` [n, M] is the page table. `num_positions` is one past the largest
+        position, and bounds how much of the cache is read.
         """
         angles = self._rotation(pages.shape[1] * cache.page_size)
         attend = self.operations.attention(positions, pages, cache.page_size, num_positions, angles)
         return self._logits(*self._run(tokens, positions, attend, cache))
 
     def _run(self, tokens: Tensor, positions: Tensor, attend: Attention, cache: PagedCache) -> tuple[Tensor, Tensor]:
-        """All blocks: hidden states of some tokens before the last product, and what it adds to them."""
+        """Run all blocks; return the hidden states before the last addition, and the output that it would add."""
         run, hidden, delta = self.operations, self._embedded(tokens, positions), None
         for block, keys, values in zip(self._body.blocks, cache.keys, cache.values, strict=True):
             hidden, normed = run.add_norm(hidden, delta, block.norm)
@@ -151,7 +151,7 @@ class Decoder:
         return logits if self._logit_cap is None else torch.tanh(logits / self._logit_cap) * self._logit_cap
 
     def _reading_attention(self, reading: Reading, angles: Angles) -> Attention:
-        """The attention of all layers in one pass over texts."""
+        """Return the attention of all layers for one prefill pass."""
         geometry = self._geometry
         split = self.operations.splitting(reading.positions, angles)
 
@@ -169,7 +169,7 @@ class Decoder:
     def _attend_with_past(
         self, queries: Tensor, keys: Tensor, values: Tensor, reading: Reading, window: int | None
     ) -> Tensor:
-        """Attention of a single text's last T tokens to all of it, which the cache holds by now; [T, H·D]."""
+        """Compute attention of a single text's last T tokens to the whole text, which is in the cache; [T, H·D]."""
         positions, end = reading.positions, reading.num_past + len(reading.positions)
         keys, values = (
             cached[reading.past].transpose(0, 1).flatten(1, 2)[None, :, :end] for cached in (keys, values)
@@ -185,7 +185,7 @@ class Decoder:
         return mixed[0].transpose(0, 1).flatten(1)
 
     def _rotation(self, num_positions: int) -> Angles:
-        """cos and signed sin of every position, [L, D] each, by the kind of layer; what does not turn has cos 1."""
+        """Return cos and signed sin of every position, [L, D] each, by layer type; unrotated dimensions have cos 1."""
         known = next(iter(self._angles.values()), None)
         if known is None or len(known[0]) < num_positions:
             self._angles = {}
@@ -197,7 +197,7 @@ class Decoder:
         return self._angles
 
     def _turn(self, num_positions: int, kind: str) -> tuple[Tensor, Tensor]:
-        """cos and sin from the model's own rotary embedding, [L, rotary dimensions] each."""
+        """Return cos and sin from the model's own rotary embedding, [L, rotary dimensions] each."""
         like, rotary = self.weight, self._body.rotary
         if rotary is None:
             return like.new_zeros(num_positions, 0), like.new_zeros(num_positions, 0)
@@ -207,7 +207,7 @@ class Decoder:
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """What `config.json` of a model holds."""
+    """Return what `config.json` of a model contains."""
     base = base_of(unwrap(model))
     config = base.config.to_dict() if hasattr(base, "config") else {}
     return {**config, "architectures": [type(base).__name__]}

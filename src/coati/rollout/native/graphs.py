@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: captured once, replayed without the host."""
+"""Decode steps as CUDA graphs, captured once and replayed without the host."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,27 +8,27 @@ from torch import Tensor
 
 from coati.devices import side_stream
 
-# Graphs that are kept. Slots need about ten (powers of two), for each set of sampling options.
+# Maximum number of cached graphs. Slots need about ten (powers of two) for each set of sampling options.
 MAX_GRAPHS = 64
 
 
 def graph_size(num_slots: int) -> int:
-    """How many slots a graph computes for so many: a power of two or, from 24 on, three quarters of one."""
+    """Return the number of slots a graph computes for `num_slots`: a power of two or, from 24 on, 3/4 of one."""
     power = 1 << (num_slots - 1).bit_length()
     return 3 * power // 4 if power > 16 and num_slots <= 3 * power // 4 else power
 
 
 class StepGraphs:
-    """The graphs that there are."""
+    """An LRU cache of captured graphs."""
 
     def __init__(self) -> None:
-        # The least recently used first; with what holds tensors that a graph reads.
+        # The least recently used first; each with an object that keeps tensors alive that the graph reads.
         self.graphs: dict[tuple[Any, ...], tuple[Any, object]] = {}
         self._pool: Any = None
         self._addresses: tuple[int, ...] = ()
 
     def keep_for(self, addresses: tuple[int, ...]) -> None:
-        """Drop the graphs unless what they read still lies at these addresses."""
+        """Drop all graphs unless the tensors that they read are still at these addresses."""
         if addresses != self._addresses:
             self._addresses = addresses
             self.graphs.clear()
@@ -36,17 +36,17 @@ class StepGraphs:
     def replay(
         self, key: tuple[Any, ...], step: Callable[[], None], *, times: int, changed: Sequence[Tensor], used: object
     ) -> None:
-        """Take the step of this name so many times; what it changes is put back after the warm-up of a new one."""
+        """Replay the graph with this key `times` times; capturing it, on first use, does not alter `changed`."""
         if key not in self.graphs:
             self.graphs[key] = self.capture(step, changed), used
-        self.graphs[key] = graph, _ = self.graphs.pop(key)  # the last in line to be dropped
+        self.graphs[key] = graph, _ = self.graphs.pop(key)  # now the most recently used
         if len(self.graphs) > MAX_GRAPHS:
             del self.graphs[next(iter(self.graphs))]
         for _ in range(times):
             graph.replay()
 
     def capture(self, step: Callable[[], None], changed: Sequence[Tensor]) -> Any:
-        """The step as a CUDA graph. What the warm-up does is undone, or done again by the first replay."""
+        """Capture the step as a CUDA graph. Effects of the warm-up are undone, or overwritten by the first replay."""
         saved = [tensor.clone() for tensor in changed]
 
         def restore() -> None:
@@ -61,7 +61,7 @@ class StepGraphs:
                 restore()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the actor stage weights meanwhile; their allocations do not belong to this capture.
+        # thread_local, because other threads of the actor stage weights and allocate memory meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             step()
         self._pool = self._pool or graph.pool()

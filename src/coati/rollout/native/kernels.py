@@ -1,7 +1,7 @@
-"""The decode step's small operations as Triton kernels: on a GPU it is their number that costs time, not their work.
+"""Triton kernels for the small operations of a decode step: on a GPU their number costs time, not their work.
 
-With one new token for each slot, a layer's matrix products take microseconds, and so would every norm, rotation, copy
-and mask between them. Here each gap between two products is one kernel. What they compute is what `operations.py`
+With one new token per slot, the matrix products of a layer take microseconds, and so would every norm, rotation, copy
+and mask between them. Here everything between two products is one kernel. The kernels compute what `operations.py`
 computes with torch, up to rounding.
 
 Only imported on a machine with a GPU and Triton.
@@ -14,18 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Vocabulary entries that one program reads when a token is drawn.
+# Vocabulary entries per program when a token is drawn.
 _DRAW_BLOCK = 2048
-# Positions of the cache that one step of attention reads. A page holds so many, or several times as many.
+# Cache positions per step of attention. The page size is a multiple of it.
 _KEY_BLOCK = 64
-# A text is read in so many parts at most, each of so many positions at least.
+# Maximum number of parts that a text is read in, and the minimum number of positions per part.
 _MOST_PARTS = 8
 _LEAST_PART = 256
 
 
 @triton.jit
 def _weighted(normed, weight, dtype: tl.constexpr, IS_SHIFTED: tl.constexpr):
-    """Times the weights of an RMS norm; shifted ones are what is added to 1, and the product is rounded once."""
+    """Multiply by the weights of an RMS norm; shifted weights are offsets from 1, and the product is rounded once."""
     if IS_SHIFTED:  # noqa: SIM108 (Triton compiles one branch of an `if`)
         result = (normed * (1.0 + weight.to(tl.float32))).to(dtype)
     else:
@@ -43,7 +43,7 @@ def _add_norm_kernel(
     inside = columns < width
     x = tl.load(hidden + row * width + columns, mask=inside, other=0.0)
     if HAS_DELTA:
-        x = x + tl.load(delta + row * width + columns, mask=inside, other=0.0)  # rounded, as the model adds
+        x = x + tl.load(delta + row * width + columns, mask=inside, other=0.0)  # rounded, like the model's addition
         tl.store(total + row * width + columns, x, mask=inside)
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / width + eps)
@@ -54,7 +54,7 @@ def _add_norm_kernel(
 def add_norm(
     hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, is_shifted: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`hidden + delta`, and its RMS norm, [n, d] each; shifted weights are what is added to 1."""
+    """Return `hidden + delta` and its RMS norm, [n, d] each; shifted weights are offsets from 1."""
     width = hidden.shape[-1]
     total = hidden if delta is None else torch.empty_like(hidden)
     normed = torch.empty_like(hidden)
@@ -76,7 +76,7 @@ def _gated_kernel(both, out, width, BLOCK: tl.constexpr):
 
 
 def gated(both: Tensor) -> Tensor:
-    """`silu(gate) * up` of [..., gate and up]."""
+    """Return `silu(gate) * up` of [..., gate and up]."""
     width = both.shape[-1] // 2
     rows = both.reshape(-1, 2 * width)
     out = both.new_empty(*both.shape[:-1], width)
@@ -89,7 +89,7 @@ def _rotated(
     base, rows, columns, cos, sin, norm, eps, inside,
     DIM: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, IS_SHIFTED: tl.constexpr,
 ):  # fmt: skip
-    """Heads [R, D] at `base`, normalised if the model does that, and turned to their position."""
+    """Load heads [R, D] at `base`, normalise them if the model does so, and rotate them to their position."""
     other = (columns + ROTARY // 2) % ROTARY
     if ROTARY < DIM:
         other = tl.where(columns < ROTARY, other, columns)  # their sin is 0
@@ -128,7 +128,7 @@ def _rotate_kernel(
 
 
 def rotate(heads: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor], *, geometry: Any, norms: Any) -> Tensor:
-    """Queries and keys [T, H + K, D] of projected heads [T, (H + 2K)·D], turned to their positions [T]."""
+    """Return queries and keys [T, H + K, D] of projected heads [T, (H + 2K)·D], rotated to their positions [T]."""
     num_kv_heads, dim = geometry.num_kv_heads, geometry.head_dim
     num_queries = geometry.group * num_kv_heads
     out = heads.new_empty(len(heads), num_queries + num_kv_heads, dim)
@@ -151,20 +151,20 @@ def _attend_kernel(
 ):  # fmt: skip
     """One slot, one key-value head, one part of the text: rotate queries and key, store key and value, attend.
 
-    A long text has several parts. The program that ends last puts them together.
+    A long text has several parts; the last program to finish combines their results.
     """
     slot = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
     position = tl.load(positions + slot)
     low = position * 0
-    if WINDOW > 0:  # the block of the first position that is seen
+    if WINDOW > 0:  # start of the block with the first visible position
         low = tl.maximum(position + 1 - WINDOW, 0) // BLOCK * BLOCK
     part_length = tl.maximum(tl.cdiv(tl.cdiv(position - low, PARTS), BLOCK) * BLOCK, LEAST)
     num_parts = tl.maximum(tl.cdiv(position - low, part_length), 1)
     if part >= num_parts:
         return
-    # Pages first, because addresses depend on them: the new token's, and the one that is read next.
+    # Load pages first, because addresses depend on them: the page of the new token, and the one that is read first.
     own_pages = pages + slot * num_pages
     new_page = tl.load(own_pages + position // PAGE)
     first = low + part * part_length
@@ -189,7 +189,7 @@ def _attend_kernel(
         tl.store(keys + place + dims, key)
         tl.store(values + place + dims, value)
 
-    # The first part begins with the new token: it is here, and never masked.
+    # The first part starts with the new token, which is in registers and never masked.
     score = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1) * scale  # [PADDED]
     largest = tl.where(is_first, score, float("-inf"))
     weight_sum = tl.where(is_first, tl.full((PADDED,), 1.0, tl.float32), 0.0)
@@ -223,14 +223,14 @@ def _attend_kernel(
         tl.store(mixtures + (own * PADDED + members) * DIM + dims, mixed)
         tl.store(weights + own * 2 * PADDED + rows, largest)
         tl.store(weights + (own * 2 + 1) * PADDED + rows, weight_sum)
-        tl.debug_barrier()  # all threads have stored what the count tells of
+        tl.debug_barrier()  # all threads must have stored before the count goes up
         if tl.atomic_add(arrived + pair, 1, sem="acq_rel") == num_parts - 1:
             tl.debug_barrier()
             tl.store(arrived + pair, 0)
             largest = tl.full((PADDED,), float("-inf"), tl.float32)
             weight_sum = tl.zeros((PADDED,), tl.float32)
             mixed = tl.zeros((PADDED, DIM), tl.float32)
-            for number in tl.static_range(PARTS):  # unrolled, so that all of them are loaded at once
+            for number in tl.static_range(PARTS):  # unrolled, so that all loads are issued at once
                 is_part = number < num_parts
                 there = weights + (pair * PARTS + number) * 2 * PADDED + rows
                 spots = mixtures + ((pair * PARTS + number) * PADDED + members) * DIM + dims
@@ -246,11 +246,11 @@ def _attend_kernel(
 
 
 class Parts:
-    """The parts in which n texts are read: how many, and what each comes to until they are put together."""
+    """The parts that n texts are read in: their number, and buffers for their results until these are combined."""
 
     def __init__(self, positions: Tensor, num_positions: int, geometry: Any) -> None:
         pairs, self.padded = len(positions) * geometry.num_kv_heads, max(16, triton.next_power_of_2(geometry.group))
-        # Few texts need many parts to keep the card busy; of many, the longest would be read when the others are done.
+        # Few texts need many parts to keep the GPU busy; among many, the longest would still run when others are done.
         wanted = _MOST_PARTS if pairs <= 64 else min(4, triton.cdiv(2048, pairs))
         self.count = min(wanted, triton.cdiv(num_positions, 2 * _LEAST_PART))
         sums = positions.new_empty(pairs * self.count * self.padded, geometry.head_dim + 2, dtype=torch.float32)
@@ -271,7 +271,7 @@ def attend(
     norms: tuple[Tensor, Tensor, float, bool] | None,
     window: int | None,
 ) -> Tensor:
-    """Store the new keys and values in the cache, and attend; [n, H·D]."""
+    """Store the new keys and values in the cache and attend; returns [n, H·D]."""
     _, num_kv_heads, page_size, dim = keys.shape
     out = heads.new_empty(len(heads), geometry.group * num_kv_heads * dim)
     query_norm, key_norm, eps, is_shifted = norms or (*angles, 0.0, False)
@@ -294,7 +294,7 @@ def _block_sums_kernel(logits, maxima, sums, vocabulary, num_blocks, inverse_tem
     x = tl.load(logits + row * vocabulary + columns, mask=columns < vocabulary, other=float("-inf"))
     x = x.to(tl.float32) * inverse_temperature
     largest = tl.max(x, axis=0)
-    # A block of nothing but -inf has no mass, and no nan.
+    # A block of only -inf must get mass 0, not nan.
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     tl.store(maxima + row * num_blocks + block, largest)
     tl.store(sums + row * num_blocks + block, tl.sum(tl.exp(x - shift), axis=0))
@@ -314,7 +314,7 @@ def _draw_kernel(
     masses = (parts * tl.exp(largest - top)).to(tl.float64)
     total = tl.sum(masses, axis=0)
     target = tl.load(uniforms + row) * total
-    # The block in which the cumulative mass first exceeds the target; rounding must not lead past the last with mass.
+    # Choose the block where the cumulative mass first exceeds the target, and none after the last with any mass.
     cumulative = tl.cumsum(masses, axis=0)
     last = tl.max(tl.where(masses > 0.0, blocks, 0), axis=0)
     chosen = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), axis=0), last)
@@ -334,7 +334,7 @@ def _draw_kernel(
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Tokens by inverse CDF, and their log-probs, [n] each: two reads of the logits, and no copy of them."""
+    """Draw tokens by inverse CDF; return them and their log-probs, [n] each. Reads logits twice and copies nothing."""
     count, vocabulary = logits.shape
     num_blocks = triton.cdiv(vocabulary, _DRAW_BLOCK)
     maxima, sums = logits.new_empty(2, count, num_blocks, dtype=torch.float32)

@@ -1,13 +1,13 @@
-"""The native engine's loop: continuous batching over slots, with as little of the host as possible.
+"""The native engine's loop: continuous batching over slots, with as little host work as possible.
 
-Everything a step needs lies in tensors of fixed size and place, so a whole step can be captured as a CUDA graph and
-replayed without the host, which learns every few tokens, and a few tokens late, which samples have ended: the device
-never waits for it. Until then the slot of a sample that has ended computes into a row that is never read. Then it takes
-the next prompt, of whatever request; or, when none waits, the living slots are moved together and fewer are computed.
-A response has a row of its own, which does not move, and neither do keys and values.
+The tensors of a step have fixed sizes and addresses, so a whole step can be captured as a CUDA graph and replayed
+without the host. The host learns every few tokens, and a few tokens late, which samples have ended, so the device never
+waits for it. Until then, the slot of an ended sample computes into a row that is never read. Then the slot takes the
+next prompt of any request or, if none waits, the active slots are compacted and fewer are computed. Each response has
+its own row, which does not move; neither do keys and values.
 
-Where pages run out, the youngest sample gives its pages up. When there are enough again it is read again, and written
-on from where it was, by the same draws. On a CPU steps run without a graph, and the host looks after every token.
+If pages run out, the youngest sample is preempted. Once enough are free, it is prefilled again and continues where it
+was, with the same draws. On a CPU, steps run without a graph and the host checks after every token.
 """
 
 import itertools
@@ -32,25 +32,25 @@ from coati.rollout.native.reading import passes, reading_of
 from coati.rollout.native.slots import Ended, Look, Place, Responses, Slots, TokenRules, on_device
 
 DEFAULT_SLOTS = 256
-# Tokens between two looks of the host at a GPU, and how many looks it has under way at most.
+# Tokens between two snapshots of a GPU's slots for the host, and the maximum number of snapshots in flight.
 STEPS_PER_LOOK = 4
 LOOKS_UNDER_WAY = 2
-# Positions of a page on a GPU.
+# Positions per page on a GPU.
 PAGE_SIZE = 64
-# While no text is longer, attention on a GPU needs no parts: graphs exist with and without them.
+# Up to this length, attention on a GPU does not split texts into parts; longer texts need graphs of their own.
 SHORT_TEXT = 512
-# Of a GPU's slots so many have to be free before prompts are read, unless fewer wait: a pass over few is slow.
+# Share of a GPU's slots that must be free before prefill, unless fewer samples wait: small prefill passes are slow.
 READING_SHARE = 1 / 16
-# Rows of a product in batch-invariant prefill on a GPU.
+# Rows per product in batch-invariant prefill on a GPU.
 PREFILL_TILE = 512
 # More positions than any text has.
 UNBOUNDED = 1 << 40
 
 
 class NativeEngine:
-    """Writes what `ReferenceEngine` writes, from the same draws, much faster. Buffers grow with what is submitted.
+    """Generates what `ReferenceEngine` does, from the same draws, but much faster. Buffers grow as needed.
 
-    Requests with other options wait until those before have ended.
+    Requests with different options wait until the earlier ones have ended.
     """
 
     def __init__(self, model: nn.Module, *, num_slots: int = DEFAULT_SLOTS) -> None:
@@ -63,30 +63,30 @@ class NativeEngine:
         self._reset()
 
     def _reset(self) -> None:
-        """Begin with nothing, where the model is now."""
+        """Start empty, on the model's current device."""
         self._device = self._decoder.weight.device
         self._is_captured = self._device.type == "cuda"
         self._version = torch.full((), self._last_version, device=self._device)
         self._cache = self._decoder.new_cache()
         num_slots = tiled(self._max_slots)
         self._slots = Slots.empty(num_slots, self._device)
-        # What a slot without a sample writes goes into one row more than there are slots.
+        # The last row takes the writes of slots without a sample.
         self._responses = Responses.empty(num_slots + 1, 0, self._device)
         self._free_rows = list(range(num_slots))
         self._births = itertools.count()
         self._waiting: deque[Sample] = deque()
-        self._samples: list[Sample | None] = []  # by slot, of those in use: the first so many
-        self._is_moved = False  # whether slots have other pages than the device knows of
-        self._kept: dict[int, list[int]] = {}  # responses of samples that have ended and have a slot, by id
+        self._samples: list[Sample | None] = []  # by slot, up to the last slot in use
+        self._is_moved = False  # whether the page table on the device is out of date
+        self._kept: dict[int, list[int]] = {}  # responses of ended samples that keep their slot, by id
         self._looks: deque[Look] = deque()  # the oldest first
         self._ended: list[Sample] = []  # not yet returned
-        self._rules: TokenRules | None = None  # of all samples that are alive
+        self._rules: TokenRules | None = None  # of all active samples
         self._graphs = StepGraphs()
-        self._weights: tuple[int, ...] = ()  # where they lie; see `_find_weights`
+        self._weights: tuple[int, ...] = ()  # their addresses; see `_find_weights`
 
     @property
     def room(self) -> int:
-        """Slots that nothing is written in or waits for."""
+        """Number of slots that no sample holds or waits for."""
         return max(0, self._max_slots - self._num_samples)
 
     @property
@@ -96,7 +96,7 @@ class NativeEngine:
 
     @property
     def _num_samples(self) -> int:
-        """Samples that have a slot or wait for one."""
+        """Number of samples that have a slot or wait for one."""
         return len([sample for sample in self._waiting if sample.place.slot < 0]) + len(self._held)
 
     @property
@@ -106,18 +106,18 @@ class NativeEngine:
 
     @property
     def _alive(self) -> list[Sample]:
-        """Samples that are being written: they have pages, and the host has not seen their end."""
+        """Active samples: they have pages, and the host has not seen their end."""
         return [sample for sample in self._held if _is_alive(sample)]
 
     @property
     def _steps_left(self) -> int:
-        """After so many steps none is alive."""
+        """Number of steps until no sample is active."""
         return max((sample.place.left for sample in self._alive), default=0)
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        """As the protocol says."""
+        """Queue samples; see `RolloutEngine.submit`."""
         if (problem := options_problem("native", samples[0].options)) is not None:
-            raise GenerateOptionError(f'{problem}. Leave it out, or use rollout.engine = "reference".')
+            raise GenerateOptionError(f'{problem}. Remove it, or use rollout.engine = "reference".')
         like, mine = self._decoder.weight, self._cache.keys[:1]
         if not self._num_samples and any((one.device, one.dtype) != (like.device, like.dtype) for one in mine):
             self._reset()
@@ -130,7 +130,7 @@ class NativeEngine:
 
     @torch.no_grad()
     def advance(self) -> list[Sample]:
-        """Write a few tokens in each slot, on a CPU one; returns what the host learns to have ended."""
+        """Generate a few tokens in each slot (on a CPU: one) and return samples that are known to have ended."""
         has_begun = self._admit()
         if (left := self._steps_left) > 0 and (not has_begun or self._is_captured):
             num_steps = min(left, STEPS_PER_LOOK if self._is_captured else 1)
@@ -146,19 +146,19 @@ class NativeEngine:
         return ended
 
     def extend(self, sample_id: int, tokens: Sequence[int], max_new_tokens: int) -> None:
-        """As the protocol says; it is the next to be begun, in the slot that it has."""
+        """Continue a sample; see `RolloutEngine.extend`. It is the next to start, in the slot that it has."""
         response = self._kept.pop(sample_id)
         sample = next(sample for sample in self._held if sample.id == sample_id)
         turn = sample.next_turn(response, tokens, max_new_tokens)
         turn.place.written = []
         if turn.place.pages:
-            # The last token of a response is not in the cache, and what a slot does after it goes to the place before.
+            # The last token of a response is not in the cache, and later steps of its slot overwrite the one before it.
             turn.place.num_cached = len(sample.tokens) + max(0, len(response) - 2)
         self._waiting.appendleft(turn)
 
     @torch.no_grad()
     def commit(self, version: int) -> None:
-        """As the protocol says."""
+        """Record the version of the weights; see `RolloutEngine.commit`."""
         if version == self._last_version:
             return
         self._last_version = version
@@ -167,7 +167,7 @@ class NativeEngine:
         self._cache.forget_prompts()
 
     def cancel(self, sample_ids: Collection[int]) -> None:
-        """As the protocol says."""
+        """Drop samples; see `RolloutEngine.cancel`."""
         gone = {*sample_ids}
         self._waiting = deque(sample for sample in self._waiting if sample.id not in gone)
         self._ended = [sample for sample in self._ended if sample.id not in gone]
@@ -179,30 +179,30 @@ class NativeEngine:
                 self._free(sample)
 
     def _make_room(self) -> None:
-        """Have buffers for the longest texts that wait."""
+        """Enlarge buffers to fit the longest waiting texts."""
         longest = max(len(sample.tokens) + sample.limit for sample in self._waiting)
         longest_response = max(sample.limit for sample in self._waiting)
         self._decoder.check_length(longest)
-        if self._is_captured:  # few sizes, because each needs graphs of its own
+        if self._is_captured:  # few sizes, because each needs its own graphs
             sizes = (max(PAGE_SIZE, one) for one in (longest, longest_response))
             longest, longest_response = (1 << (one - 1).bit_length() for one in sizes)
             self._cache.enlarge(0, PAGE_SIZE)
         else:
             self._cache.enlarge(tiled(min(self._max_slots, self._num_samples)) + 1, slot_length(longest))
         num_slots, num_pages = self._slots.pages.shape
-        if longest_response >= self._responses.tokens.shape[1]:  # a slot that is done stays behind the last token
+        if longest_response >= self._responses.tokens.shape[1]:  # a finished slot stays one past the last token
             self._responses = self._responses.enlarged(num_slots + 1, longest_response + 1)
         if self._cache.covering(longest) > num_pages:
             self._slots.pages = enlarged(self._slots.pages, num_slots, self._cache.covering(longest))
             self._is_moved = True
 
     def _begin_pages(self, sample: Sample, num_alive: int) -> bool:
-        """Have pages for the text of a sample to be begun, and on a GPU a spare one for each alive; or False."""
+        """Allocate pages to start a sample, leaving a spare one per active sample on a GPU; return False if too few."""
         place, cache = sample.place, self._cache
         while True:
             shared = [] if place.pages else cache.of_prompt(sample.tokens)
-            # One position more: a sample that ends with its first token computes on there until the host knows.
-            # A preempted sample would be read again, with other bits: pages for all of it are reserved instead.
+            # One more position: a sample that ends with its first token keeps writing there until the host knows.
+            # Preemption would change a sample's bits: batch-invariant samples reserve pages for their whole length.
             num_more = sample.limit if self._is_invariant else len(place.written) + 1
             missing = cache.covering(len(sample.tokens) + num_more) - len(place.pages) - len(shared)
             if cache.has_free(missing + num_alive * self._is_captured):
@@ -217,7 +217,7 @@ class NativeEngine:
         return True
 
     def _extend_pages(self, num_steps: int) -> None:
-        """Have pages for so many more tokens of each sample; where too few are left, the youngest give theirs up."""
+        """Allocate pages for `num_steps` more tokens per sample; if too few are free, preempt the youngest samples."""
         for sample in self._alive:
             place, end = sample.place, len(sample.tokens) + sample.limit - 1
             missing = self._cache.covering(min(end, end - place.left + num_steps)) - len(place.pages)
@@ -228,9 +228,9 @@ class NativeEngine:
                 self._is_moved = True
 
     def _free_some_pages(self, sample: Sample) -> None:
-        """Free pages for this one: of what has ended; else of one that is kept, or of the youngest."""
+        """Free pages for this sample: those of ended samples, else those of a kept sample, else of the youngest."""
         num_ended = len(self._ended)
-        self._look()  # one that was begun after the last look may have ended with its first token
+        self._look()  # a sample that started after the last snapshot may have ended with its first token
         while self._looks:
             self._take_out(self._looks.popleft().ended())
         if len(self._ended) > num_ended:
@@ -238,14 +238,14 @@ class NativeEngine:
         having = [one for one in self._held if one.place.pages]
         if all(one.place is sample.place for one in having):
             raise OutOfMemory(
-                f"A prompt of {len(sample.tokens)} tokens and a response of up to {sample.limit} do not fit into "
+                f"A prompt of {len(sample.tokens)} tokens and a response of up to {sample.limit} do not fit in "
                 f"{max(0, self._cache.num_pages - 1)} pages of {self._cache.page_size} tokens, half of the GPU's free "
                 "memory. Use a smaller rollout.max_new_tokens, or a GPU with more memory."
             )
         self._give_pages_up(max(having, key=lambda one: (one.is_over, one.place.born)))
 
     def _give_pages_up(self, sample: Sample) -> None:
-        """Let a sample that has not ended wait without pages, to be read again later."""
+        """Release a sample's pages; if it has not ended, queue it to be prefilled again (preemption)."""
         place = sample.place
         self._note_broken(sample)
         self._release(sample)
@@ -254,24 +254,24 @@ class NativeEngine:
             self._waiting.appendleft(sample)
 
     def _note_broken(self, sample: Sample) -> None:
-        """Note whether broken weights have written into the pages of a sample, if it is not known yet."""
+        """Record whether non-finite weights have written to the pages of a sample, unless already known."""
         place = sample.place
         place.is_finite = place.is_finite and bool(self._responses.log_probs[place.row].isfinite().all())
 
     def _release(self, sample: Sample) -> None:
-        """Take the pages of a sample back, and stop its slot."""
+        """Release the pages of a sample, and stop its slot."""
         place = sample.place
         freed = self._cache.release(place.pages)
-        if not place.is_finite:  # attention multiplies masked places of the cache by 0, and 0 times NaN is NaN
+        if not place.is_finite:  # attention multiplies masked cache entries by 0, and 0 times NaN is NaN
             for tensor in self._cache.tensors():
                 tensor[freed] = 0
         place.pages, place.num_cached, place.num_shared, place.is_finite = [], 0, 0, True
         self._is_moved = True
 
-    # Into slots and out of them
+    # Admission and completion
 
     def _admit(self) -> bool:
-        """Begin samples that wait, as far as there are slots and pages for them; False if none was begun."""
+        """Start waiting samples as far as slots and pages allow; return False if none started."""
         used = len(self._samples)
         free = deque(slot for slot in range(self._max_slots) if slot >= used or self._samples[slot] is None)
         least = self._max_slots * READING_SHARE if self._is_captured and self._alive else 1
@@ -299,11 +299,11 @@ class NativeEngine:
         return bool(new)
 
     def _may_begin(self, sample: Sample) -> bool:
-        """Whether its tokens are drawn by the rules of all that are alive."""
+        """Return whether its tokens are drawn by the same rules as those of the active samples."""
         return (self._rules is not None and self._rules.key == sample.place.rules.key) or not self._alive
 
     def _begin(self, samples: Sequence[Sample], logits: Tensor) -> None:
-        """Draw the next token of samples that have been read."""
+        """Draw the next token of samples that have been prefilled."""
         self._responses.set_draws(samples)
         numbers = [
             (one.place.slot, one.place.row, one.limit, len(one.tokens), len(one.place.written)) for one in samples
@@ -323,7 +323,7 @@ class NativeEngine:
         self._looks.append(Look(state, [one if one and one.place.pages else None for one in self._samples]))
 
     def _take_out(self, ended: Sequence[Ended]) -> None:
-        """Note the responses of samples that have ended, and free their slots."""
+        """Store the responses of samples that have ended, and free their slots."""
         if not ended:
             return
         rows, mine = on_device([one.sample.place.row for one in ended], self._device), self._responses
@@ -350,10 +350,10 @@ class NativeEngine:
             self._weights = self._decoder.join_weights()
 
     def _compact(self) -> int:
-        """Move the samples that are alive to the front where that lets fewer slots be computed; how many are.
+        """Move active samples to the front if that saves slots; return the number of slots to compute.
 
-        Graphs exist for few sizes, and on a CPU slots are computed in tiles, so some slots without a sample are
-        computed as well; what they write is never read.
+        Graphs exist for few sizes, and a CPU computes slots in tiles, so some slots without a sample are computed too.
+        Their results are never read.
         """
         alive = self._alive
         if self._is_invariant:
@@ -370,7 +370,7 @@ class NativeEngine:
         return size
 
     def _run(self, num_steps: int, count: int) -> None:
-        """Take so many steps with the first `count` slots."""
+        """Run `num_steps` steps with the first `count` slots."""
         if self._is_moved:
             self._slots.place([one.place.pages if one else [] for one in self._samples])
             self._is_moved = False
@@ -386,9 +386,9 @@ class NativeEngine:
             return
         length = min(1 << (max(longest, SHORT_TEXT) - 1).bit_length(), most)
         if isinstance(self._decoder.operations, TritonOperations) and length > SHORT_TEXT:
-            length = most  # kernels read as far as each slot's position says
+            length = most  # kernels read up to each slot's position
         if self._is_invariant:
-            length = UNBOUNDED  # texts are read in parts that do not depend on the longest
+            length = UNBOUNDED  # the split into parts must not depend on the longest text
         buffers = (*self._cache.tensors(), *self._slots.tensors(), *vars(self._responses).values())
         self._graphs.keep_for((*self._weights, *(tensor.data_ptr() for tensor in buffers)))
         self._graphs.replay(
@@ -400,17 +400,17 @@ class NativeEngine:
         )
 
     def _step(self, count: int, length: int, rules: TokenRules) -> None:
-        """One token for each of the first `count` slots, all on the device and in place."""
+        """Generate one token in each of the first `count` slots, on the device and in place."""
         rows, tokens, positions, steps, limits, stop_states, alive, pages = (t[:count] for t in self._slots.tensors())
         logits = self._decoder.decode(tokens, positions, pages, self._cache, num_positions=length)
         rows = torch.where(alive, rows, len(self._slots.alive))
         drawn, is_end, new_states = self._responses.write(rules, logits, rows, steps, stop_states, self._version)
         tokens.copy_(drawn)
-        if new_states is not stop_states:  # without stop strings, a kernel less in each step
+        if new_states is not stop_states:  # one kernel less per step without stop strings
             stop_states.copy_(torch.where(alive, new_states, stop_states))
         steps.add_(alive)
         alive.logical_and_(~is_end).logical_and_(steps < limits)
-        positions.add_(alive)  # a slot that is done stays at a place that exists
+        positions.add_(alive)  # a finished slot stays at a valid position
 
 
 def _is_alive(sample: Sample) -> bool:

@@ -1,6 +1,6 @@
-"""What happens between the matrix products of a decode step: with torch, or as Triton kernels where there is a GPU.
+"""The operations between the matrix products of a decode step, in torch or, on a GPU, as Triton kernels.
 
-Both compute the same, up to rounding. The torch functions are the definition, and what CPUs run.
+Both give the same results up to rounding. The torch version is the reference, and the one that CPUs run.
 """
 
 import dataclasses
@@ -21,52 +21,52 @@ from coati.rollout.sampling import Sampler
 logger = logging.getLogger(__name__)
 
 Attention = Callable[[Tensor, Any, Tensor, Tensor], Tensor]
-"""(projected, block, keys, values): append the new tokens to the cache [P, K, S, D], and attend; [n, H·D]."""
+"""(projected, block, keys, values): append the new tokens to the cache [P, K, S, D] and attend; returns [n, H·D]."""
 Splitting = Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
-"""(projected, block): queries [T, H, D], keys and values [T, K, D], normalised if it does that, and turned."""
+"""(projected, block): queries [T, H, D], keys and values [T, K, D], normalised if the block does so, and rotated."""
 Angles = dict[str, tuple[Tensor, Tensor]]
 """cos and signed sin of every position, [L, D] each, by `Block.rotation`."""
 
-# How far kernels may be from torch in their trial: numbers are around 1, some of them sums of a few roundings.
+# Maximum difference between kernels and torch in their trial, where values are around 1 after several roundings.
 _KERNEL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """How a model's attention is cut: H query heads in K groups (key-value heads) of G, of D dimensions."""
+    """Shape of a model's attention: H query heads in K groups (key-value heads) of G, with D dimensions each."""
 
     head_dim: int
     num_kv_heads: int
     group: int
     scale: float
     rotary_dim: int
-    """How many dimensions of a head turn with the position, the first ones; 0 where positions are learned."""
+    """Number of leading dimensions of a head that are rotated by position; 0 if positions are learned."""
 
 
 class TorchOperations:
-    """Plain torch, on any device."""
+    """The operations in plain torch, for any device."""
 
-    draw: Any = None  # as `Sampler` does
+    draw: Any = None  # the default of `Sampler`
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-        """`hidden + delta`, and the norm of it, [n, d] each."""
+        """Return `hidden + delta` and its norm, [n, d] each."""
         hidden = hidden if delta is None else hidden + delta
         return hidden, normed(norm, hidden)
 
     def activated(self, inputs: Tensor, activation: nn.Module) -> Tensor:
-        """`activation(inputs)`."""
+        """Return `activation(inputs)`."""
         return tiled_activation(activation, inputs) if inputs.device.type == "cpu" else activation(inputs)
 
     def gated(self, both: Tensor, activation: nn.Module) -> Tensor:
-        """`activation(gate) * up` of [..., gate and up]."""
+        """Return `activation(gate) * up` of [..., gate and up]."""
         gate, up = both.chunk(2, dim=-1)
         return self.activated(gate, activation) * up
 
     def splitting(self, positions: Tensor, angles: Angles) -> Splitting:
-        """How all layers split what they project of tokens at these positions."""
+        """Return the function by which all layers split their projections of tokens at these positions."""
         num_values, rotary_dim = self._geometry.num_kv_heads, self._geometry.rotary_dim
         turns = {kind: (cos[positions, None], sin[positions, None]) for kind, (cos, sin) in angles.items()}
 
@@ -85,7 +85,7 @@ class TorchOperations:
     def attention(
         self, positions: Tensor, pages: Tensor, page_size: int, num_positions: int, angles: Angles
     ) -> Attention:
-        """The attention of all layers in one decode step over texts in `pages` [n, M].
+        """Return the attention of all layers for one decode step over texts in `pages` [n, M].
 
         `num_positions` is one past the largest position.
         """
@@ -102,8 +102,8 @@ class TorchOperations:
             queries, new_keys, new_values = split(projected, block)
             keys[new_pages, :, offsets] = new_keys
             values[new_pages, :, offsets] = new_values
-            # The G queries of a group stand where several tokens of one head would, so keys are read once and as
-            # they are: no copies of them for each query head.
+            # The G queries of a group take the place of tokens of one head, so keys are read once, and not copied
+            # for each query head.
             queries = queries.reshape(count, geometry.num_kv_heads, geometry.group, geometry.head_dim)
             parts = [
                 F.scaled_dot_product_attention(
@@ -123,7 +123,7 @@ class TorchOperations:
 
 
 def _texts(pages: Tensor, rows: Any, num_pages: int) -> Any:
-    """Where some texts are, [m, num_pages]; a slice if they lie side by side, where anything does for those without."""
+    """Return the pages of some texts, [m, num_pages], or a slice if these are consecutive; empty texts fit any page."""
     mine = pages[rows, :num_pages]
     if pages.device.type != "cpu" or num_pages > 1 or not isinstance(rows, slice):
         return mine
@@ -132,7 +132,7 @@ def _texts(pages: Tensor, rows: Any, num_pages: int) -> Any:
 
 
 def _positions_of(cached: Tensor, text: Any, length: int) -> Tensor:
-    """The first positions of these texts, [m, K, length, D]."""
+    """Return the first `length` positions of these texts, [m, K, length, D]."""
     if isinstance(text, slice):
         return cached[text, :, :length]
     if text.shape[1] == 1:
@@ -141,12 +141,12 @@ def _positions_of(cached: Tensor, text: Any, length: int) -> Tensor:
 
 
 def slot_length(num_positions: int) -> int:
-    """How much of a slot's cache is read on a CPU: rarely two lengths among slots, because each is a call."""
+    """Return how many positions of a slot's cache a CPU reads: few different lengths, because each is a call."""
     return padded_length(num_positions, 32)
 
 
 def _attention_calls(positions: Tensor, num_positions: int, most: int) -> list[tuple[Any, int]]:
-    """Which slots attend together, and over how many positions. On a CPU that number depends on each slot alone."""
+    """Return which slots attend in one call, and over how many positions, which on a CPU depend on each slot alone."""
     if positions.device.type != "cpu":
         return [(slice(None), num_positions)]
     lengths = [min(slot_length(position + 1), most) for position in positions.tolist()]
@@ -158,7 +158,7 @@ def _attention_calls(positions: Tensor, num_positions: int, most: int) -> list[t
 
 
 class TritonOperations(TorchOperations):
-    """The same, one kernel each where there is one."""
+    """The same operations with Triton kernels, where there is one."""
 
     def __init__(self, geometry: Geometry) -> None:
         from coati.rollout.native import kernels
@@ -167,23 +167,23 @@ class TritonOperations(TorchOperations):
         self._kernels = kernels
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-        """As above; LayerNorm stays with torch."""
+        """Return `hidden + delta` and its norm, [n, d] each; torch computes LayerNorm."""
         if hasattr(norm, "bias"):  # a LayerNorm, or adapters around one
             return super().add_norm(hidden, delta, norm)
         return self._kernels.add_norm(hidden, delta, norm.weight, *_rms(norm))
 
     def gated(self, both: Tensor, activation: nn.Module) -> Tensor:
-        """As above; activations other than SiLU stay with torch."""
+        """Return `activation(gate) * up` of [..., gate and up]; torch computes activations other than SiLU."""
         if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation":
             return super().gated(both, activation)
         return self._kernels.gated(both)
 
     def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Tokens by inverse CDF and their log-probs at a temperature, [n] each."""
+        """Return tokens drawn by inverse CDF, and their log-probs at a temperature, [n] each."""
         return self._kernels.draw(logits, uniforms, temperature)
 
     def splitting(self, positions: Tensor, angles: Angles) -> Splitting:
-        """As above."""
+        """Return the function by which all layers split their projections; see `TorchOperations.splitting`."""
         geometry, num_kv_heads = self._geometry, self._geometry.num_kv_heads
 
         def split(projected: Tensor, block: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,7 +197,7 @@ class TritonOperations(TorchOperations):
     def attention(
         self, positions: Tensor, pages: Tensor, page_size: int, num_positions: int, angles: Angles
     ) -> Attention:
-        """As above; a slot's programs read as far as its position."""
+        """Return the attention of all layers for one decode step, which reads each slot up to its position only."""
         del page_size
         parts = self._kernels.Parts(positions, num_positions, self._geometry)
 
@@ -212,7 +212,7 @@ class TritonOperations(TorchOperations):
 
 
 def _head_norms(block: Any) -> tuple[Tensor, Tensor, float, bool] | None:
-    """Weights of the norms of queries and keys, and what else the kernels need of them."""
+    """Return the weights of the query and key norms, their eps and whether they are shifted; None without norms."""
     if block.head_norms is None:
         return None
     of_queries, of_keys = block.head_norms
@@ -220,7 +220,7 @@ def _head_norms(block: Any) -> tuple[Tensor, Tensor, float, bool] | None:
 
 
 def operations_for(like: Tensor, geometry: Geometry) -> TorchOperations:
-    """Kernels for a GPU on which they have shown that they compute what torch does; torch otherwise.
+    """Return Triton operations on a GPU where a trial shows that they match torch; torch operations otherwise.
 
     `like` is a weight of the model, for its device and dtype.
     """
@@ -234,18 +234,18 @@ def operations_for(like: Tensor, geometry: Geometry) -> TorchOperations:
 
 @functools.cache
 def kernel_problem(device: torch.device, dtype: torch.dtype, geometry: Geometry) -> str | None:
-    """Why this machine's Triton cannot be used for such a model; None if it can.
+    """Return why the Triton kernels cannot be used for such a model on this machine; None if they can.
 
-    Triton compiles with whatever compiler and driver it finds, so its kernels are tried before they are trusted.
+    Triton compiles with whatever compiler and driver it finds, so its kernels are tested before they are used.
     """
     if geometry.head_dim < 16 or geometry.head_dim & (geometry.head_dim - 1):
-        return f"heads have {geometry.head_dim} dimensions, and the kernels need a power of two from 16 on"
+        return f"heads have {geometry.head_dim} dimensions, but the kernels need a power of two of at least 16"
     if dtype not in _KERNEL_TOLERANCE:
-        return f"weights are {dtype}, and the kernels add up in float32"
+        return f"weights are {dtype}, but the kernels accumulate in float32"
     try:
         kernels, plain = TritonOperations(geometry), TorchOperations(geometry)
         errors = _trial_errors(kernels, plain, device, dtype, geometry)
-    except Exception as error:  # not installed, no compiler, a card or driver that it does not know
+    except Exception as error:  # not installed, no compiler, or an unsupported GPU or driver
         return f"{type(error).__name__}: {error}"
     wrong = [name for name, error in errors.items() if not error <= _KERNEL_TOLERANCE[dtype]]
     return f"their results differ from torch's ({', '.join(wrong)})" if wrong else None
@@ -259,7 +259,7 @@ def _trial_errors(
     dtype: torch.dtype,
     geometry: Geometry,
 ) -> dict[str, float]:
-    """How far the kernels are from torch on three slots of different lengths, by operation."""
+    """Return the largest difference between kernels and torch on three slots of different lengths, by operation."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -268,17 +268,17 @@ def _trial_errors(
     kv_heads, dim = geometry.num_kv_heads, geometry.head_dim
     norm = SimpleNamespace(weight=random(48), variance_epsilon=1e-6)
     hidden, delta, both = random(3, 48), random(3, 48), random(2, 3, 96)
-    # Within ±1 as cos and sin are, or the size of products would make rounding look like an error.
+    # Within ±1 like cos and sin, or products would be so large that rounding looks like an error.
     query_norm, key_norm = (SimpleNamespace(weight=random(dim).sin(), variance_epsilon=1e-6) for _ in range(2))
     shifted = SimpleNamespace(weight=random(dim).sin(), eps=1e-6)
     blocks = [
-        SimpleNamespace(rotation="", head_norms=head_norms, window=window)  # as Llama's, Qwen3's and Gemma 3's
+        SimpleNamespace(rotation="", head_norms=head_norms, window=window)  # like Llama, Qwen3 and Gemma 3
         for head_norms, window in ((None, None), ((query_norm, key_norm), None), ((shifted, shifted), 700))
     ]
     projected = random(3, (geometry.group + 2) * kv_heads * dim)
-    # Texts of 3 pages each, long enough for the last to be read in parts.
+    # Texts of 3 pages each; the last is long enough to be read in parts.
     cache, angles = random(2, 10, kv_heads, 512, dim), (random(1536, dim).sin(), random(1536, dim).sin())
-    angles[0][:, geometry.rotary_dim :], angles[1][:, geometry.rotary_dim :] = 1.0, 0.0  # what does not turn
+    angles[0][:, geometry.rotary_dim :], angles[1][:, geometry.rotary_dim :] = 1.0, 0.0  # not rotated
     pages = torch.tensor([[3, 4, 5], [1, 2, 9], [6, 8, 7]], device=device)
     positions = torch.tensor([0, 7, 1234], device=device)
     logits, uniforms = random(3, 5000), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device=device)
@@ -301,13 +301,13 @@ def _trial_errors(
 
 
 def visible(positions: Tensor, num_positions: int, window: int | None) -> Tensor:
-    """Which of the first positions of a text tokens at some positions attend to, [n, num_positions]."""
+    """Return a mask of the positions that tokens at `positions` attend to, [n, num_positions]."""
     columns, own = torch.arange(num_positions, device=positions.device), positions.unsqueeze(1)
     return columns <= own if window is None else (columns <= own) & (columns > own - window)
 
 
 def normed(norm: Any, hidden: Tensor) -> Tensor:
-    """The model's norm, without its detours."""
+    """Apply a norm of the model with one fused torch operation instead of its module."""
     shape = hidden.shape[-1:]
     if hasattr(norm, "bias"):  # a LayerNorm, or adapters around one
         return F.layer_norm(hidden, shape, norm.weight, norm.bias, norm.eps)
@@ -318,12 +318,12 @@ def normed(norm: Any, hidden: Tensor) -> Tensor:
 
 
 def _rms(norm: Any) -> tuple[float, bool]:
-    """What an RMS norm adds to the mean square, and whether its weights are what is added to 1, as Gemma's are."""
+    """Return the eps of an RMS norm, and whether its weights are offsets from 1, like Gemma's."""
     return (norm.variance_epsilon, False) if hasattr(norm, "variance_epsilon") else (norm.eps, True)
 
 
 def _turned(heads: Tensor, cos: Tensor, signed_sin: Tensor, rotary_dim: int) -> Tensor:
-    """Rotary positions: each half of what turns times cos, plus the other half times sin, minus in the first half."""
+    """Apply rotary embeddings: heads · cos + (heads with swapped halves) · signed sin."""
     other, rest = heads[..., :rotary_dim].roll(rotary_dim // 2, dims=-1), heads[..., rotary_dim:]
     if rotary_dim < heads.shape[-1]:
         other = torch.cat([other, rest], dim=-1)  # times 0

@@ -1,4 +1,4 @@
-"""Texts on their way into the cache: which a pass reads together, and where their keys and values go."""
+"""Prefill: which texts one pass reads together, and where their keys and values are stored."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -11,37 +11,37 @@ from torch import Tensor
 from coati.experience import Sample
 from coati.rollout.native.slots import on_device
 
-# Tokens of a pass: enough for a GPU's products to be at their fastest, and little memory.
+# Maximum tokens per pass: enough for matrix products to run at full speed on a GPU, at little memory.
 PASS_TOKENS = 16384
 
 
 class Reading(NamedTuple):
-    """Texts that are read in one pass, end to end: T tokens, W of which are stored, some for several samples."""
+    """Texts that one pass prefills, packed end to end: T tokens and W writes to the cache, some to several samples."""
 
     tokens: Tensor  # [T]
-    positions: Tensor  # [T]: places in their texts
-    starts: Tensor  # [texts + 1] int32: where each begins, and the last ends
+    positions: Tensor  # [T]: positions in their texts
+    starts: Tensor  # [texts + 1] int32: start of each text, and the end of the last
     lengths: tuple[int, ...]
-    which: Tensor  # [samples]: the text of each
-    sources: Tensor  # [W]: tokens whose keys and values are stored
-    pages: Tensor  # [W]: in these pages
-    offsets: Tensor  # [W]: at these places of them
-    num_past: int  # tokens before these, of a single text; else 0
-    past: list[int]  # its pages
+    which: Tensor  # [samples]: index of each sample's text
+    sources: Tensor  # [W]: index of the token whose key and value are written
+    pages: Tensor  # [W]: page to write to
+    offsets: Tensor  # [W]: offset in that page
+    num_past: int  # cached tokens before these, of a single text; else 0
+    past: list[int]  # pages of that text
 
 
 def text_of(sample: Sample) -> list[int]:
-    """What is read when a sample is begun, or continued after it gave up its pages."""
+    """Return the tokens to prefill when a sample starts, or resumes after preemption."""
     return [*sample.tokens[sample.place.num_cached :], *sample.place.written]
 
 
 def passes(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Samples that are read together, in their order; one with tokens in the cache is read alone."""
+    """Yield the samples of each pass, in order; a sample with tokens in the cache is a pass by itself."""
     together: list[Sample] = []
     num_tokens, last = 0, list[int]()
     for sample in samples:
         text = text_of(sample)
-        num_more = len(text) if text != last else 0  # samples of a prompt come one after the other
+        num_more = len(text) if text != last else 0  # samples of a prompt are adjacent
         is_alone = bool(sample.place.num_cached or (together and together[-1].place.num_cached))
         if together and (is_alone or num_tokens + num_more > PASS_TOKENS):
             yield together
@@ -53,7 +53,7 @@ def passes(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
 
 
 def reading_of(samples: Sequence[Sample], page_size: int, device: torch.device) -> Reading:
-    """How a pass reads the texts of these samples; each distinct text comes once."""
+    """Build the pass that prefills these samples; each distinct text is computed once."""
     distinct: dict[tuple[int, ...], int] = {}
     which = [distinct.setdefault(tuple(text_of(sample)), len(distinct)) for sample in samples]
     lengths = tuple(map(len, distinct))

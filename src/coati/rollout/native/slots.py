@@ -1,4 +1,4 @@
-"""What the slot loop works on: the slots, their responses, and what the host learns of them."""
+"""The state of the slot loop: slots, their responses, and snapshots of it for the host."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,40 +17,40 @@ from coati.rollout.sampling import Sampler, StopStrings, stop_strings_of
 
 @dataclasses.dataclass
 class Slots:
-    """What is being written in each slot, [N] each if nothing else is said."""
+    """The state of each slot, [N] each unless stated otherwise."""
 
     rows: Tensor
-    """Where its response goes."""
+    """Row of its response in `Responses`."""
     tokens: Tensor
     """The newest token, not yet in the cache."""
     positions: Tensor
-    """Where it goes."""
+    """Position of that token in the text."""
     steps: Tensor
-    """How much of its response is written."""
+    """Number of response tokens generated."""
     limits: Tensor
-    """The most tokens of its response."""
+    """Maximum number of response tokens."""
     stop_states: Tensor
-    """How much of a stop string the response ends with; see `StopStrings`."""
+    """State of the response in `StopStrings`."""
     alive: Tensor
     pages: Tensor
-    """Where its keys and values are, [N, M]."""
+    """Page table: pages of its keys and values, [N, M]."""
 
     @classmethod
     def empty(cls, count: int, device: torch.device) -> "Slots":
-        """Slots without a sample, and without pages."""
+        """Return slots without samples and pages."""
         rows, tokens, positions, steps, limits, states = torch.zeros(6, count, dtype=torch.long, device=device)
         alive = torch.zeros(count, dtype=torch.bool, device=device)
         pages = torch.zeros(count, 0, dtype=torch.long, device=device)
         return cls(rows, tokens, positions, steps, limits, states, alive, pages)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them, to be moved together."""
+        """Return all fields, which move together."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def place(self, texts: Sequence[list[int]]) -> None:
-        """Note which pages the first slots have; one without is stopped, and gets page 0, as do all the others.
+        """Write the page table of the first slots. Slots without pages are stopped and get page 0, as do all others.
 
-        Behind a text comes its first page again: torch reads and masks it, so it has to hold numbers.
+        The pages of a text are followed by its first page: torch reads and masks them, so they must be finite.
         """
         table = np.zeros(self.pages.shape, dtype=np.int64)
         for row, pages in zip(table, texts, strict=False):
@@ -59,12 +59,12 @@ class Slots:
         self.pages.copy_(on_device(table, self.alive.device))
         has_pages = self.pages[:, 0] > 0
         self.alive &= has_pages
-        if self.alive.is_cuda:  # kernels read as far as the position says
+        if self.alive.is_cuda:  # kernels read up to the position
             self.positions *= has_pages
 
 
 def on_device(numbers: Any, device: torch.device) -> Tensor:
-    """Numbers as a tensor, without a wait for what the device does."""
+    """Copy numbers to a tensor on the device without synchronising."""
     tensor = torch.as_tensor(numbers)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -76,11 +76,11 @@ class TokenRules(NamedTuple):
     end_tokens: Tensor
     stops: StopStrings | None
     key: tuple[Any, ...]
-    """What of that a graph depends on."""
+    """The part of this that a CUDA graph depends on."""
 
     @classmethod
     def of(cls, options: GenerateOptions, model: Any, device: torch.device, *, draw: Any) -> "TokenRules":
-        """The rules for a model; `draw` as for `Sampler`."""
+        """Build the rules for a model; `draw` is passed to `Sampler`."""
         stops = stop_strings_of(options.tokenizer, options.stop_strings, device) if options.stop_strings else None
         eos_token_ids = options.eos_token_ids(model)
         end_tokens = torch.tensor(eos_token_ids, dtype=torch.long, device=device)
@@ -90,30 +90,30 @@ class TokenRules(NamedTuple):
 
 @dataclasses.dataclass
 class Place:
-    """Where a sample is written; its next turn has the same."""
+    """Slot, row and pages of a sample, which its next turn keeps."""
 
     rules: TokenRules
     slot: int = -1
     row: int = -1
     left: int = 0
-    """After so many steps it has ended, because no response is longer."""
+    """Maximum number of steps until its response ends."""
     born: int = -1
-    """How many samples were begun before it."""
+    """Number of samples that were admitted before it."""
     pages: list[int] = dataclasses.field(default_factory=list)
-    """Where its keys and values are; a sample that is not over and has none waits."""
+    """Pages of its keys and values. A sample that has none and is not over is waiting."""
     num_shared: int = 0
-    """How many of them another sample fills."""
+    """Number of these pages that another sample fills."""
     num_cached: int = 0
-    """Tokens that they hold when it is begun."""
+    """Number of tokens in these pages when its turn starts."""
     written: list[int] = dataclasses.field(default_factory=list)
-    """What had been written of its response when it gave its pages up."""
+    """Response tokens that were generated before it was preempted."""
     is_finite: bool = True
-    """Whether its pages hold numbers only."""
+    """Whether its pages hold finite numbers only."""
 
 
 @dataclasses.dataclass
 class Responses:
-    """What has been written of each row, [R, A] and [R], and the draws it is written by."""
+    """Generated tokens of each row, [R, A], whether it has ended, [R], and its random numbers."""
 
     tokens: Tensor
     log_probs: Tensor
@@ -123,7 +123,7 @@ class Responses:
 
     @classmethod
     def empty(cls, num_rows: int, width: int, device: torch.device) -> "Responses":
-        """Room for so many rows of so many tokens."""
+        """Return room for `num_rows` rows of `width` tokens."""
         return cls(
             tokens=torch.zeros(num_rows, width, dtype=torch.long, device=device),
             log_probs=torch.zeros(num_rows, width, device=device),
@@ -133,12 +133,12 @@ class Responses:
         )
 
     def enlarged(self, num_rows: int, width: int) -> "Responses":
-        """The same with more room."""
+        """Return a copy with more room."""
         shapes = {name: (num_rows, width)[: tensor.ndim] for name, tensor in vars(self).items()}
         return Responses(**{name: enlarged(getattr(self, name), *shape) for name, shape in shapes.items()})
 
     def set_draws(self, samples: Sequence[Sample]) -> None:
-        """Note the numbers by which tokens of these samples are drawn."""
+        """Set the random numbers that tokens of these samples are drawn with."""
         draws = torch.zeros(len(samples), max(one.limit for one in samples), dtype=torch.float64)
         for row, one in zip(draws, samples, strict=True):
             uniforms = keyed_uniforms(one.seed, [one.id], one.num_drawn + one.limit)[0, one.num_drawn :]
@@ -149,7 +149,7 @@ class Responses:
     def write(
         self, rules: TokenRules, logits: Tensor, rows: Tensor, steps: Tensor, stop_states: Tensor, version: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw and record the next token of each row; tokens, whether they end it, and stop states, [n] each."""
+        """Draw and record the next token of each row; return tokens, whether they end it, and stop states, [n] each."""
         tokens, log_probs = rules.sampler(logits, self.uniforms[rows, steps])
         is_end = (tokens.unsqueeze(1) == rules.end_tokens).any(dim=1)
         if rules.stops is not None:
@@ -162,7 +162,7 @@ class Responses:
         return tokens, is_end, stop_states
 
     def state(self, slots: Slots, count: int) -> Tensor:
-        """How the first slots stand, as `Ended` has it, [n, 4]."""
+        """Return alive, steps, has_ended and is_finite of the first `count` slots, [count, 4]."""
         rows = slots.rows[:count]
         is_finite = self.log_probs[rows].isfinite().all(dim=1)
         parts = (slots.alive[:count], slots.steps[:count], self.has_ended[rows], is_finite)
@@ -170,7 +170,7 @@ class Responses:
 
 
 class Ended(NamedTuple):
-    """A sample that has ended."""
+    """A sample whose response has ended."""
 
     sample: Sample
     num_written: int
@@ -179,10 +179,10 @@ class Ended(NamedTuple):
 
 
 class Look:
-    """How the slots stood after some steps, on its way to the host while the device works on."""
+    """A snapshot of the slots, copied to the host while the device continues."""
 
     def __init__(self, state: Tensor, samples: list[Sample | None]) -> None:
-        """`state` of the slots [n, 4], and what is in them."""
+        """Start copying `state` [n, 4], see `Responses.state`, of slots that hold `samples`."""
         self._samples = list(samples)
         self._event = torch.cuda.Event() if state.is_cuda else None  # type: ignore[no-untyped-call]
         self._state = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
@@ -191,7 +191,7 @@ class Look:
             self._event.record()
 
     def ended(self) -> list[Ended]:
-        """Wait for what was launched before it, and for nothing after it; which samples have ended, if that is news."""
+        """Wait for work launched before the snapshot, but not after it; return samples not yet known to have ended."""
         if self._event is not None:
             self._event.synchronize()
         return [
