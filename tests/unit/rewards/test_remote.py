@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 import threading
 import time
@@ -40,6 +41,20 @@ def pauses(monkeypatch):
 
     monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     return SimpleNamespace(made=made, on=on_pause)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock and jitter for `remote` alone: its sleeps only advance the clock, and `clock.pauses` lists them."""
+    now, pauses, jitter = [0.0], [], random.Random(0)
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(remote, "random", SimpleNamespace(SystemRandom=lambda: jitter))
+    return SimpleNamespace(pauses=pauses)
 
 
 @pytest.fixture
@@ -122,18 +137,13 @@ def test_a_busy_server_is_asked_again_after_the_pause_that_it_asks_for(serve, pa
     assert 0.0 < pauses.made[1] <= 1.0
 
 
-def test_pauses_grow_and_end_with_the_time_of_the_call(serve, pauses, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(
-        remote.time, "sleep", lambda seconds: (pauses.made.append(seconds), now.__setitem__(0, now[0] + seconds))
-    )
+def test_pauses_grow_and_end_with_the_time_of_the_call(serve, clock):
     server = serve(lambda body, _: (500, "broken", {}))
     (verdict,) = ask("http", ["a"], url=server.url, seconds=100.0)
     assert "HTTP 500" in verdict.error
     bounds = [0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
-    assert all(high / 2 <= pause <= high for pause, high in zip(pauses.made, bounds, strict=False))
-    assert 90.0 - 15.0 <= sum(pauses.made) <= 90.0
+    assert all(high / 2 <= pause <= high for pause, high in zip(clock.pauses, bounds, strict=False))
+    assert 90.0 - 15.0 <= sum(clock.pauses) <= 90.0
 
 
 @pytest.mark.parametrize("status", [301, 400, 401, 404])
@@ -204,11 +214,7 @@ def test_a_server_that_is_down_and_comes_back_is_asked_until_it_answers(serve, p
     assert len(pauses.made) == 3
 
 
-def test_one_that_stays_down_is_a_failure_of_what_it_did_not_score(serve, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(remote.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-
+def test_one_that_stays_down_is_a_failure_of_what_it_did_not_score(serve, clock):
     def hang_up(body, _):
         if body["completions"] == ["bb"]:
             raise ConnectionError
