@@ -105,8 +105,8 @@ def test_large_texts_go_through(isolated):
         ("daemonize", "ended its process with exit code 7"),
         ("abort", "was killed by SIGABRT"),
         ("kill the guard", "SIGKILL"),
-        ("scribble", "wrote to the pipe of its process"),
-        ("answer ahead", "wrote to the pipe of its process"),
+        ("scribble", "corrupted the pipe of its process"),
+        ("answer ahead", "corrupted the pipe of its process"),
     ],
 )
 def test_what_a_function_does_is_said_by_name_and_the_next_batch_is_scored(isolated, action, message):
