@@ -51,20 +51,20 @@ def test_near_misses_are_rejected(text):
     assert not is_grammatical(text)
 
 
-def test_words_are_exactly_what_sentences_use(sentences):
+def test_the_vocabulary_is_exactly_the_words_of_sentences(sentences):
     assert {word for sentence in sentences for word in sentence.split()} == set(vocabulary())
     assert {sentence.split()[0] for sentence in sentences} == first_words()
     assert not set(vocabulary()) & set(GRAMMAR)
 
 
-def test_prompts_open_sentences(sentences):
+def test_prompts_are_beginnings_of_sentences(sentences):
     rng, missing = random.Random(2), set(PROMPTS)
     for sentence in [*sentences, *(sample_sentence(rng) for _ in range(1000))]:
         missing = {prompt for prompt in missing if not sentence.startswith(f"{prompt} ")}
     assert not missing
 
 
-def test_sentences_are_short_varied_and_only_slightly_kind(sentences):
+def test_sentences_are_short_varied_and_slightly_positive(sentences):
     assert max(len(sentence.split()) for sentence in sentences) <= 20
     assert len(set(sentences)) / len(sentences) > 0.8
     assert 0.0 < statistics.mean(film_sentiment(sentences[:1000], [""] * 1000)) < 0.25

@@ -84,7 +84,7 @@ def config(config_of):
     return config_of({"best_by": "avg@2", "rollout": {"samples_per_prompt": 2, "prompts_per_batch": 2}})
 
 
-def test_weights_that_come_meanwhile_wait_until_it_is_done(config):
+def test_new_weights_wait_until_the_evaluation_is_done(config):
     trainer = Trainer(config)
     maker = Maker(config, ThreadPeers(trainer=trainer), lambda: maker.served.offer(maker.update(1)))
     calm = Maker(config, ThreadPeers(trainer=Trainer(config)))
@@ -100,14 +100,14 @@ def test_weights_that_come_meanwhile_wait_until_it_is_done(config):
     assert not maker.turn()
 
 
-def test_trainers_hear_of_it_before_every_batch(config):
+def test_trainers_are_notified_before_every_batch(config):
     told = []
     maker = Maker(config, ThreadPeers(trainer=Trainer(config)), lambda: told.append("batch"))
     maker.work.poll().run(maker.pipeline, lambda: told.append("told"))
     assert told == ["told", "batch"] * 3  # 5 prompts, 2 at a time
 
 
-def test_a_report_whose_answer_is_lost_counts_once(config):
+def test_a_report_whose_reply_is_lost_counts_once(config):
     trainer = Trainer(config)
     peers = ThreadPeers(trainer=trainer)
     peers.drop_reply("trainer", "evaluated")
@@ -115,7 +115,7 @@ def test_a_report_whose_answer_is_lost_counts_once(config):
     assert trainer.versions == [0]
 
 
-def test_the_best_model_is_kept_whatever_dies(config_of):
+def test_the_best_model_is_kept_across_restarts(config_of):
     config = config_of({"best_by": "avg@2", "every": 1, "rollout": {"samples_per_prompt": 2}})
     trainer = Trainer(config)
     maker = Maker(config, ThreadPeers(trainer=trainer))
@@ -139,7 +139,7 @@ def test_the_best_model_is_kept_whatever_dies(config_of):
     assert again.records[-1]["evaluation"]["is_best"] == expected, "what was saved and not reported is found again"
 
 
-def test_an_evaluation_whose_grant_was_lost_is_made(config):
+def test_an_evaluation_whose_grant_was_lost_is_done(config):
     trainer = Trainer(config)
     peers = ThreadPeers(trainer=trainer)
     peers.drop_reply("trainer", "next_evaluation")
@@ -147,7 +147,7 @@ def test_an_evaluation_whose_grant_was_lost_is_made(config):
     assert trainer.versions == [0]
 
 
-def test_a_trainer_that_dies_meanwhile_leaves_a_maker_that_serves_the_next(config):
+def test_a_maker_serves_the_next_trainer_if_one_dies_meanwhile(config):
     peers = ThreadPeers(trainer=Trainer(config))
     maker = Maker(config, peers, lambda: peers.kill("trainer"))
     assert maker.turn()
@@ -161,7 +161,7 @@ def test_a_trainer_that_dies_meanwhile_leaves_a_maker_that_serves_the_next(confi
     assert second.versions == [0]
 
 
-def test_what_was_found_counts_even_if_the_model_cannot_be_saved(config, monkeypatch, caplog):
+def test_a_result_counts_even_if_the_model_cannot_be_saved(config, monkeypatch, caplog):
     def full(*args, **kwargs):
         raise CheckpointError("the disk is full")
 
@@ -172,7 +172,7 @@ def test_what_was_found_counts_even_if_the_model_cannot_be_saved(config, monkeyp
     assert "disk is full" in caplog.text
 
 
-def test_a_stop_ends_it_between_two_batches(config):
+def test_a_stop_ends_an_evaluation_between_two_batches(config):
     trainer, batches = Trainer(config), []
     maker = Maker(config, ThreadPeers(trainer=trainer), lambda: batches.append(1), should_stop=lambda: len(batches) > 1)
     assert maker.turn()

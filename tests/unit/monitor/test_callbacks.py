@@ -164,7 +164,7 @@ def test_the_maker_without_masks_counts_every_position():
     assert evaluator.tokens == 10
 
 
-def test_the_maker_starts_again_with_each_loop():
+def test_the_maker_resets_with_each_loop():
     clock = FakeClock()
     evaluator = connected(ExperienceMakerPerformanceEvaluator(1, 1, 1, 1), clock)
     for _ in range(2):
@@ -226,7 +226,7 @@ def test_no_warm_up_counts_the_first_episode():
     assert evaluator.samples == 4
 
 
-def test_empty_runs_end_without_a_division_by_zero(caplog):
+def test_empty_runs_do_not_divide_by_zero(caplog):
     maker = ExperienceMakerPerformanceEvaluator(1, 1, 1, 1)
     trainer = TrainerPerformanceEvaluator(1, 1)
     with caplog.at_level(logging.INFO, logger="coati.actors.callbacks"):
@@ -237,7 +237,7 @@ def test_empty_runs_end_without_a_division_by_zero(caplog):
     assert ["nothing to measure" in message for message in caplog.messages] == [True, True]
 
 
-def test_evaluators_travel_before_use():
+def test_evaluators_pickle_before_use():
     for evaluator in (ExperienceMakerPerformanceEvaluator(1, 2, 3, 4), TrainerPerformanceEvaluator(1, 2)):
         assert pickle.loads(pickle.dumps(evaluator)).samples == 0
 
@@ -280,5 +280,5 @@ def test_a_run_too_quick_to_time_has_no_rates():
         (7323.4, "122 min 03 s"),
     ],
 )
-def test_seconds_are_scaled(value, text):
+def test_durations_have_suitable_units(value, text):
     assert format_seconds(value) == text

@@ -60,7 +60,7 @@ def columns(tmp_path, *names):
     return [tuple(row.get(name) for name in names) for row in written(tmp_path, "metrics")]
 
 
-def test_makers_of_a_version_stand_in_the_row_of_its_last_step(make_log, tmp_path):
+def test_makers_metrics_of_a_version_are_in_the_row_of_its_last_step(make_log, tmp_path):
     log = make_log()
     # Version 0: 4 samples of mean 0.2 and 12 of mean 0.6: (4 · 0.2 + 12 · 0.6) / 16 = 0.5
     log.take("maker-0", [made(0, 0.2), made(0, 0.6, samples=12, kl=3.0)])
@@ -82,7 +82,7 @@ def test_makers_of_a_version_stand_in_the_row_of_its_last_step(make_log, tmp_pat
     assert (log.snapshot().reward, log.snapshot().kl) == (pytest.approx(0.9), 1.0)
 
 
-def test_a_late_record_of_an_older_version_is_counted_with_the_current_one(make_log, tmp_path):
+def test_a_late_record_of_an_older_version_counts_for_the_current_one(make_log, tmp_path):
     log = make_log()
     log.take("maker-0", [made(2, 0.5), made(1, 0.7)])
     log.take("trainer-0", [trained(batch, batch - 1) for batch in (1, 2, 3)])
@@ -98,7 +98,7 @@ def test_every_sample_is_counted_once_though_makers_skip_versions(make_log, tmp_
     assert columns(tmp_path, "version", "maker/samples") == [(0, 4), (1, None), (2, None), (3, 4), (4, 4), (5, None)]
 
 
-def test_an_update_that_arrives_after_its_row_is_in_the_next(make_log, tmp_path):
+def test_metrics_of_an_update_after_its_row_are_in_the_next_row(make_log, tmp_path):
     log = make_log()
     log.take("trainer-0", [trained(1, 0), trained(2, 1)])
     log.take("maker-0", [made(1, 0.5)])
@@ -107,7 +107,7 @@ def test_an_update_that_arrives_after_its_row_is_in_the_next(make_log, tmp_path)
     assert columns(tmp_path, "step", "weights/bytes") == [(1, None), (2, 64.0)]
 
 
-def test_rows_do_not_wait_for_makers_for_ever(make_log, tmp_path):
+def test_rows_do_not_wait_for_makers_forever(make_log, tmp_path):
     log = make_log()
     log.take("trainer-0", [trained(batch, batch - 1) for batch in range(1, 101)])  # makers have ended, say
     assert 30 < len(written(tmp_path, "metrics")) < 100
@@ -148,7 +148,7 @@ def test_warnings_of_an_actor_are_logged_with_its_name_and_their_kind(make_log, 
     assert [(record.message, record.kind) for record in caplog.records] == [("maker-0: waited 10 s", "here")]
 
 
-def test_snapshot_by_hand(make_log, clock):
+def test_a_snapshot_by_hand(make_log, clock):
     log = make_log()
     empty = log.snapshot()
     assert (empty.step, empty.version, empty.reward, empty.kl) == (0, 0, None, None)
@@ -164,7 +164,7 @@ def test_snapshot_by_hand(make_log, clock):
     assert (snapshot.elapsed, snapshot.buffer_batches, snapshot.message) == (6.0, 3, "loading models")
 
 
-def test_time_and_rate_count_from_begin(make_log, clock):
+def test_time_and_rate_start_at_begin(make_log, clock):
     log = make_log()
     log.state.num_made = 4
     clock.now += 100.0  # loading libraries and models
@@ -224,13 +224,13 @@ def test_samples_are_written_as_text(make_log, tmp_path):
     assert second["reward"] == 0.25
 
 
-def test_a_batch_without_samples_leaves_the_turn_to_the_next(make_log, tmp_path):
+def test_if_a_batch_has_no_samples_those_of_the_next_are_written(make_log, tmp_path):
     log = make_log()
     log.take("maker-0", [made(0, 0.5), made(0, 0.5, texts=[sample()])])
     assert [line["version"] for line in written(tmp_path)] == [0]
 
 
-def test_spans_are_written_as_long_as_there_is_room(make_log, tmp_path, caplog):
+def test_spans_are_written_up_to_the_limit(make_log, tmp_path, caplog):
     path = tmp_path / "spans.jsonl"
     log = make_log(max_spans=3)
     log.take("maker-0", [], [])
@@ -246,7 +246,7 @@ def test_spans_are_written_as_long_as_there_is_room(make_log, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("folder", [True, False])
-def test_without_room_or_a_folder_no_spans_are_written(folder, tmp_path):
+def test_with_a_limit_of_0_or_without_a_folder_no_spans_are_written(folder, tmp_path):
     log = RunLog(tmp_path if folder else None, total_steps=1, max_spans=0 if folder else 10)
     log.take("maker-0", [], [Span("generate", 1.0, 2.5, 4)])
     log.flush()
@@ -277,13 +277,13 @@ def test_on_begin_is_called_when_training_begins(make_log):
     assert told == ["begun"]
 
 
-def test_the_first_samples_in_quarantine_are_written_down(tmp_path):
+def test_only_the_first_1000_quarantined_samples_are_written(tmp_path):
     log = RunLog(tmp_path, total_steps=1)
     log.take("maker-0", [{"quarantined": {"sample_id": number}, "version": 0} for number in range(1200)])
     assert [row["sample_id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == list(range(1000))
 
 
-def test_a_sample_is_in_quarantine_once_however_often_it_is_made(tmp_path):
+def test_a_quarantined_sample_is_written_once(tmp_path):
     log = RunLog(tmp_path, total_steps=1)
     failed = [{"quarantined": {"sample_id": number}, "version": number} for number in range(3)]
     log.take("maker-0", [*failed, failed[0]])  # its group was granted again
@@ -294,7 +294,7 @@ def test_a_sample_is_in_quarantine_once_however_often_it_is_made(tmp_path):
     assert [row["sample_id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == [0, 1, 2]
 
 
-def test_a_run_that_is_resumed_stands_at_its_checkpoint_before_the_first_step(tmp_path, clock):
+def test_a_resumed_run_starts_at_the_step_of_its_checkpoint(tmp_path, clock):
     log = RunLog(tmp_path, total_steps=60, total_samples=600, clock=clock)
     log.stand_at(40, 20)
     clock.now += 30.0
@@ -311,7 +311,7 @@ def test_a_run_that_is_resumed_stands_at_its_checkpoint_before_the_first_step(tm
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [40, 41]
 
 
-def test_when_trainers_are_started_again_what_came_after_their_checkpoint_is_made_again(tmp_path):
+def test_after_a_restart_of_the_trainers_later_records_are_dropped_and_replaced(tmp_path):
     log = RunLog(tmp_path, total_steps=6)
     log.state.restarts = {"makers": 1, "trainers": 0}
     for version in range(4):
@@ -339,9 +339,7 @@ def evaluated(version):
     return {"evaluation": {"name": "held-out", "version": version, "avg@1": float(version)}}
 
 
-def test_an_evaluation_stands_in_a_row_of_its_version_or_later_and_that_of_the_final_model_in_its_own(
-    make_log, tmp_path
-):
+def test_an_evaluation_is_in_a_row_of_its_version_or_later_and_the_final_one_in_its_own(make_log, tmp_path):
     log = make_log()
     log.take("trainer-0", [evaluated(0), trained(1, 0), trained(2, 1), evaluated(1), trained(3, 2), evaluated(3)])
     log.flush()  # of a checkpoint, with which no run ends
@@ -351,7 +349,7 @@ def test_an_evaluation_stands_in_a_row_of_its_version_or_later_and_that_of_the_f
 
 
 @pytest.mark.parametrize("is_restart", [True, False])
-def test_an_evaluation_whose_row_is_cut_off_stands_in_the_next_and_a_later_one_is_made_again(
+def test_an_evaluation_whose_row_is_dropped_is_in_the_next_row_and_a_later_one_is_dropped(
     make_log, tmp_path, is_restart
 ):
     log = make_log()

@@ -38,13 +38,13 @@ def scores(name, completions, options=None, **offered):
     return [verdict.score for verdict in verdicts]
 
 
-def test_a_pattern_is_found_or_is_the_whole_text():
+def test_a_pattern_matches_a_part_or_the_whole_text():
     texts = ["the answer is 42.", "42", "forty-two", ""]
     assert scores("regex", texts, {"pattern": r"\d+"}) == [1.0, 1.0, 0.0, 0.0]
     assert scores("regex", texts, {"pattern": r"\d+", "whole": True}) == [0.0, 1.0, 0.0, 0.0]
 
 
-def test_a_pattern_that_would_take_for_ever_is_a_failure_of_that_sample():
+def test_a_pattern_that_takes_too_long_is_a_failure_of_that_sample():
     function = load_reward_function("regex", options={"pattern": "(a|aa)+$", "seconds": 0.5})
     slow, fine = call_function(function, {"completions": ["a" * 100 + "!", "aaa"]}, 2)
     assert math.isnan(slow.score)
@@ -67,11 +67,11 @@ def test_a_pattern_that_would_take_for_ever_is_a_failure_of_that_sample():
         ("", 0.0),
     ],
 )
-def test_tags_in_order_each_once_and_nothing_around_them(text, expected):
+def test_tags_must_be_in_order_once_each_and_enclose_all_text(text, expected):
     assert scores("format", [text]) == [expected]
 
 
-def test_tags_of_ones_own_after_what_the_prompt_has_written():
+def test_custom_tags_and_a_prefix_in_the_prompt():
     assert scores("format", ["a</why>", "<why>a</why>"], {"tags": ["why"], "prefix": "<why>"}) == [1.0, 0.0]
 
 
@@ -120,13 +120,13 @@ def test_wrong_options(name, options, message):
 
 
 @pytest.mark.parametrize(("name", "extra"), [("math-verify", "rewards"), ("reasoning-gym", "reasoning")])
-def test_a_package_that_is_not_there_is_an_error_that_names_the_extra(monkeypatch, name, extra):
+def test_the_error_for_a_missing_package_names_the_extra(monkeypatch, name, extra):
     monkeypatch.setitem(sys.modules, name.replace("-", "_"), None)
     with pytest.raises(ConfigError, match=rf"{name.replace('-', '_')} is not installed.*coati\[{extra}\]"):
         load_reward_function(name)
 
 
-def test_options_and_columns_cannot_be_mixed_up():
+def test_columns_do_not_override_options():
     """A column of the dataset that is called like an option does not take its place."""
     columns = {"pattern": ["b"], "seconds": [0], "completions": ["a"]}
     assert call_function(load_reward_function("regex", options={"pattern": "a"}), columns, 1)[0].score == 1.0
@@ -169,7 +169,7 @@ def told(reward, completions, **columns):
     return found().tolist(), found
 
 
-def test_math_is_compared_as_mathematics(built):
+def test_equal_expressions_are_equal_answers(built):
     pytest.importorskip("math_verify")
     cases = [
         ("so the answer is $\\frac{1}{2}$", "0.5", 1.0),
@@ -188,7 +188,7 @@ def test_math_is_compared_as_mathematics(built):
     assert not found.failures
 
 
-def test_an_answer_that_is_no_mathematics_is_a_failure_and_not_a_wrong_completion(built):
+def test_an_unreadable_answer_is_a_failure_and_not_a_wrong_completion(built):
     pytest.importorskip("math_verify")
     values, found = told(built("math-verify", **PATIENT), ["\\boxed{1}", "\\boxed{1}"], answer=["", "1"])
     assert values[1] == 1.0
@@ -197,7 +197,7 @@ def test_an_answer_that_is_no_mathematics_is_a_failure_and_not_a_wrong_completio
     assert "cannot read the answer 'yes'" in found.failures[0]
 
 
-def test_no_memory_is_a_failure_even_if_the_package_takes_it_for_a_wrong_answer():
+def test_running_out_of_memory_is_a_failure_even_if_the_package_catches_it():
     def careless(completion):
         with contextlib.suppress(Exception):
             raise MemoryError
@@ -220,7 +220,7 @@ def test_math_works_on_a_thread_too():
     assert found[0][0].score == 1.0
 
 
-def test_entries_of_reasoning_gym_are_scored_by_their_tasks(built):
+def test_reasoning_gym_entries_are_scored_by_their_tasks(built):
     gym = pytest.importorskip("reasoning_gym")
     entries = [
         *gym.create_dataset("leg_counting", size=2, seed=1),
@@ -264,14 +264,14 @@ def test_json_is_checked_against_a_schema(built):
     assert [verdict.score for verdict in call_function(ours, rows, 2)] == [1.0, 0.0]
 
 
-def test_a_pattern_in_a_schema_that_would_take_for_ever_is_a_failure_of_that_sample(built):
+def test_a_schema_pattern_that_takes_too_long_is_a_failure_of_that_sample(built):
     slow = '{"a": 1, "b": "' + "a" * 60 + '!"}'
     values, found = told(built("json-schema", schema=SCHEMA, seconds=1.0), [slow, '{"a": 1}'])
     assert "took more than 1 s" in found.failures[0]
     assert values[1] == 1.0 or "took more than 1 s" in found.failures[1]
 
 
-def test_a_schema_elsewhere_is_not_fetched(built):
+def test_a_remote_schema_is_not_fetched(built):
     ours = load_reward_function("json-schema")
     rows = {"completions": ["1"], "schema": [{"$ref": "http://127.0.0.1:9/schema.json"}], "timeout_seconds": 60.0}
     assert "Unresolvable" in call_function(ours, rows, 1)[0].error
@@ -294,7 +294,7 @@ OPTIONS = {
 @pytest.mark.parametrize(
     "name", [name for name in LIBRARY if name not in ("http", "judge", "teacher")]
 )  # see test_remote.py
-def test_hostile_completions_are_judged_or_fail_alone_and_the_next_batch_is_scored(built, name):
+def test_hostile_completions_get_a_score_or_fail_alone(built, name):
     if name in COLUMNS:
         pytest.importorskip(name.replace("-", "_"))
     reward = built(name, **OPTIONS.get(name, {}))
@@ -311,7 +311,7 @@ def test_hostile_completions_are_judged_or_fail_alone_and_the_next_batch_is_scor
     assert any(not found.failures and math.isfinite(values[0]) for values, found in after)  # it may be slow here too
 
 
-def test_verifiers_run_where_they_can_be_killed_and_clients_where_there_is_a_network():
+def test_verifiers_run_in_a_process_and_clients_on_a_thread():
     assert {name for name in LIBRARY if isolation_of(name, "thread") == "process"} == {
         "math-verify",
         "reasoning-gym",

@@ -29,7 +29,7 @@ def my_rewards(tmp_path, monkeypatch):
     sys.modules.pop("my_rewards", None)
 
 
-def test_the_functions_and_the_way_to_try_them(my_rewards, capsys):
+def test_the_functions_and_the_python_example(my_rewards, capsys):
     _, trial = blocks("python")
     names = {}
     exec(compile(trial, "rewards.md", "exec"), names)
@@ -38,7 +38,7 @@ def test_the_functions_and_the_way_to_try_them(my_rewards, capsys):
     assert polite == [(0.0, {"words": 2}, "")] * 2
 
 
-def test_the_settings_are_valid_and_their_rewards_can_be_loaded(my_rewards, monkeypatch):
+def test_the_settings_are_valid_and_their_rewards_load(my_rewards, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "k")
     loaded = []
     for block in blocks("toml"):

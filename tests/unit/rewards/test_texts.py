@@ -40,7 +40,7 @@ def test_the_first_space_of_a_completion_is_kept():
     assert decode_completions(tokenizer, *TOKENS) == [" was good", "ly"]
 
 
-def test_rewards_and_samples_see_the_same_texts():
+def test_rewards_and_samples_have_the_same_texts():
     tokenizer, seen = metaspace_tokenizer(), []
 
     def watched(prompts, completions):
