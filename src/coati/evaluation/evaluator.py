@@ -101,9 +101,9 @@ class Evaluator:
             numbers = range(num_prompts)[first : first + settings.rollout.prompts_per_batch]
             drawn, _ = stream.batch(numbers, group_size=settings.rollout.samples_per_prompt)
             if drawn:
-                begun = self._begin(engine, drawn, version)
+                batch = self._start(engine, drawn, version)
                 samples += pending
-                pending = begun
+                pending = batch
         samples += pending
         if not samples:
             raise DataError(
@@ -114,7 +114,7 @@ class Evaluator:
         return self._summary(samples, {"name": settings.name, "version": version, "seconds": seconds})
 
     @torch.no_grad()
-    def _begin(self, engine: RolloutEngine, drawn: list[Sample], version: int) -> Iterator[dict[str, Any]]:
+    def _start(self, engine: RolloutEngine, drawn: list[Sample], version: int) -> Iterator[dict[str, Any]]:
         """Generate the samples and start to score them. The returned iterator waits for the scores."""
         options = GenerateOptions.parse(**self._config.rollout.generate_options).with_tokenizer(self._scorer.tokenizer)
         own: dict[str, Any] = {"model": engine.model, "seed": self.settings.seed, "needs_log_probs": False}

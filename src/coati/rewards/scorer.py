@@ -40,7 +40,7 @@ class PendingScores:
         self.request = request
         self._scorer, self._device = scorer, device
         self._may_fail = scorer.max_quarantined > 0
-        # The reward's own deadline passes before this one, and its error says more.
+        # The reward's own deadline passes before this one, and its error is more specific.
         num_calls = 1 + scorer.retries + self._may_fail
         self._seconds = num_calls * scorer.reward.timeout_seconds + _GRACE_SECONDS
         # Allow for the batches that are queued before this one. `_score_in_turn` sets the deadline again.

@@ -15,7 +15,7 @@ def test_sentences_round_trip_with_bos_and_without_eos():
     tokenizer, rng = build_tokenizer(), random.Random(0)
     assert (
         len(tokenizer) == 4 + len(vocabulary()) + 3
-    )  # special tokens; "i", "the" and "we" once more without the space
+    )  # special tokens; "i", "the" and "we" have a second id, without the space
     for sentence in (sample_sentence(rng) for _ in range(100)):
         ids = tokenizer(sentence).input_ids
         assert ids[0] == tokenizer.bos_token_id
@@ -41,7 +41,7 @@ def test_prompts_are_padded_on_the_left():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A short training: 40 steps are enough to see learning, not enough to be good."""
+    """A model after 40 steps: enough to show learning, but not a good model."""
     folder = tmp_path_factory.mktemp("trained")
     return folder, pretrain(folder, steps=40, batch_size=16)
 

@@ -1,4 +1,4 @@
-"""The film grammar: what it samples it recognises, and nothing else."""
+"""The film grammar: its sentences are recognised, others are not."""
 
 import random
 import runpy
@@ -27,7 +27,7 @@ def test_every_sampled_sentence_is_recognised(sentences):
 def test_shuffled_sentences_are_rejected(sentences):
     rng = random.Random(1)
     shuffled = [" ".join(rng.sample(words := sentence.split(), len(words))) for sentence in sentences[:200]]
-    assert sum(map(is_grammatical, shuffled)) <= 5  # a shuffle can land on a sentence again
+    assert sum(map(is_grammatical, shuffled)) <= 5  # a shuffled sentence may be grammatical again
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_shuffled_sentences_are_rejected(sentences):
         "the film was good",  # no full stop
         "the film was good . .",
         "the film was good . the plot was bad .",
-        "the film were good .",  # number
+        "the film were good .",  # number agreement
         "the songs was good .",
         "the film was very very good .",
         "i thought the film .",

@@ -15,7 +15,7 @@ def test_praise_scores_higher_than_neutral_and_neutral_higher_than_blame():
 
 
 def test_prompt_and_completion_are_scored_as_one_sentence():
-    # The lexicon's great is 3.1, and compound = x / sqrt(x² + 15): 3.1 / 4.9609 = 0.6249.
+    # `great` is 3.1 in the lexicon, and compound = x / sqrt(x² + 15): 3.1 / 4.9609 = 0.6249.
     assert film_sentiment([" great ."], ["the film was"]) == [0.6249]
     assert film_sentiment([" bad ."], ["the film was not"])[0] > 0 > film_sentiment([" bad ."], ["the film was"])[0]
 

@@ -1,4 +1,4 @@
-"""avg@k, pass@k and their intervals, worked by hand."""
+"""avg@k, pass@k and their intervals, computed by hand."""
 
 import itertools
 import math
@@ -12,8 +12,8 @@ from coati.evaluation.estimates import estimate, paired_difference, pass_at_k, p
 @pytest.mark.parametrize(
     ("samples", "passed", "k", "expected"),
     [
-        (4, 1, 2, 0.5),  # 3 of the 6 pairs hold the one that passed
-        (5, 2, 3, 0.9),  # 1 of the 10 triples holds neither
+        (4, 1, 2, 0.5),  # 3 of the 6 pairs contain the one that passed
+        (5, 2, 3, 0.9),  # 1 of the 10 triples contains neither
         (8, 2, 1, 0.25),
         (8, 0, 8, 0.0),
         (4, 3, 2, 1.0),  # no two failed
@@ -33,7 +33,7 @@ def test_pass_at_k_is_the_fraction_of_choices_with_a_sample_that_passed():
 
 
 def test_pass_at_k_is_unbiased():
-    # Over all outcomes of 6 samples that pass with probability 0.3 its mean is 1 - 0.7^k, which 1 - (1 - c/n)^k misses.
+    # Over all outcomes of 6 samples that pass with probability 0.3, its mean is 1 - 0.7^k; 1 - (1 - c/n)^k is biased.
     n, p = 6, 0.3
     chances = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
     for k in (1, 2, 4, 6):
@@ -44,7 +44,7 @@ def test_pass_at_k_is_unbiased():
 
 
 def test_values_of_prompts_by_hand():
-    # Prompt 0: scores 1, 0, 0, 1. Prompt 3: 0.5 and 1, two have no score. Prompt 5: none has.
+    # Prompt 0: scores 1, 0, 0, 1. Prompt 3: 0.5 and 1, two samples without a score. Prompt 5: no scores.
     scores = {0: [1.0, 0.0, 0.0, 1.0], 3: [0.5, 1.0], 5: []}
     values = prompt_values(scores, 4, [1, 2, 4], pass_score=1.0)
     assert values == {
@@ -99,12 +99,12 @@ def test_equal_values_are_not_certainty():
         pytest.approx(0.2 - 0.717 * 1.2, abs=3e-3),
         pytest.approx(0.2 + 0.717 * 0.8, abs=3e-3),
     )
-    # Of shares the same: 0.5 less and more 0.717 of what there is on either side.
+    # The same for values from 0 to 1: 0.5 plus and minus 0.717 of the distance to the bounds.
     assert estimate([0.5] * 4) == (0.5, pytest.approx(0.141, abs=2e-3), pytest.approx(0.859, abs=2e-3))
 
 
 def test_19_of_20_intervals_cover_the_truth_despite_correlated_samples():
-    # 60 prompts of very different difficulty, 8 samples each: samples taken for independent would promise far more.
+    # 60 prompts of very different difficulty, 8 samples each. Intervals for independent samples are far too narrow.
     random, covered, naive = np.random.default_rng(0), 0, 0
     for _ in range(500):
         difficulty = random.beta(0.4, 0.6, size=60)  # mean 0.4
@@ -122,7 +122,7 @@ def test_a_difference_uses_the_common_prompts():
     found = paired_difference({1: 1.0, 2: 0.5, 3: 1.0, 9: 0.0}, {1: 0.5, 2: 0.5, 3: 0.0, 4: 1.0})
     assert found.mean == pytest.approx(0.5)
     assert found.mean - found.low == pytest.approx(4.303 * 0.5 / math.sqrt(3), rel=0.01)
-    assert found.high == 1.0  # values of 0 to 1 differ by no more
+    assert found.high == 1.0  # values from 0 to 1 cannot differ by more
     assert paired_difference({1: 1.0}, {2: 1.0}) is None
 
 

@@ -1,4 +1,4 @@
-"""One set and one model: its own prompts, sampling and reward; every score counted once, and no failure as a 0."""
+"""Evaluating a model on a set: prompts, sampling and reward. Every score counts once, and no failure counts as 0."""
 
 import logging
 import shutil
@@ -39,7 +39,7 @@ def test_every_prompt_is_sampled_and_metrics_match_the_samples(evaluate):
     assert found.estimates["pass@3"] == estimate([pass_at_k(4, int(sum(own)), 3) for own in scores.values()])
     assert set(found.estimates) == {"avg@4", "pass@1", "pass@3"}
     assert (found.record["prompts"], found.record["samples"], found.record["unscored"]) == (5, 20, 0)
-    assert 0 < found.estimates["avg@4"].mean < 1, "or the test shows nothing"
+    assert 0 < found.estimates["avg@4"].mean < 1, "otherwise the test shows nothing"
 
 
 def test_samples_do_not_depend_on_the_batch_size(evaluate):
@@ -52,7 +52,7 @@ def test_draws_depend_on_the_seed_of_the_set_only(evaluate):
     first, again, other = (evaluate({"rollout": FOUR, "seed": seed})[0] for seed in (0, 0, 1))
     assert first.samples == again.samples != other.samples
     elsewhere = evaluate({"rollout": FOUR}, run={"seed": 7})[0]
-    assert elsewhere.samples == first.samples, "whatever the seed of the run"
+    assert elsewhere.samples == first.samples, "the seed of the run does not matter"
 
 
 def test_sampling_settings_of_a_set_override_those_of_the_run(evaluate):

@@ -1,4 +1,4 @@
-"""Evaluations in a run, here in one process: what they find is what the saved model gets, and training is the same."""
+"""Evaluations in a synchronous run: results equal those of the saved models, and training does not change."""
 
 import json
 
@@ -14,7 +14,7 @@ HELD_OUT = {"rollout": {"samples_per_prompt": 4}, "every": 2}
 
 @pytest.fixture
 def train(config_of, tmp_path):
-    """A synchronous run; gives its result and the rows of evaluations.jsonl."""
+    """Train synchronously; return the result and the rows of evaluations.jsonl."""
 
     def go(*sets, **sections):
         options = {name: sections.pop(name) for name in ("should_stop", "reward") if name in sections}
@@ -26,7 +26,7 @@ def train(config_of, tmp_path):
 
 
 def numbers(record):
-    """What must not depend on where the evaluation is made, with the version."""
+    """The part of a record that must not depend on where the evaluation is done."""
     return {name: value for name, value in record.items() if name not in ("seconds", "step", "time", "is_best")}
 
 
@@ -38,7 +38,7 @@ def test_a_run_and_its_saved_models_get_the_same_results(train, config_of, words
     base, final = (evaluate_model(config, str(path))[0] for path in (words / "model", result.model))
     assert numbers(rows[0]) == numbers(base.record)
     assert numbers(rows[2]) == numbers(final.record)
-    assert numbers(base.record) != numbers(final.record), "or the test shows nothing"
+    assert numbers(base.record) != numbers(final.record), "otherwise the test shows nothing"
     lines = (tmp_path / "out/evaluations/held-out-4.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == final.samples
     best = json.loads((result.folder / "best" / "evaluation.json").read_text())
@@ -64,7 +64,7 @@ def test_evaluations_do_not_change_training(train, tmp_path):
         result, _ = train(*sets, run={"output": str(tmp_path / f"out-{len(sets)}")})
         weights.append((result.model / "model.safetensors").read_bytes())
         assert audit_run(result.folder).table()[-1] == ("leased", "", 32, 32), (
-            "their samples are no part of the account"
+            "samples of evaluations are not in the account"
         )
     assert weights[0] == weights[1]
 

@@ -73,5 +73,5 @@ def test_the_options_of_commands_exist(command):
     from coati.cli.main import app
 
     assert command[:2] == ["coati", "eval"]
-    said = CliRunner().invoke(app, ["eval", "--help"], env={"COLUMNS": "200"}).output
-    assert all(word in said for word in command[2:] if word.startswith("--"))
+    output = CliRunner().invoke(app, ["eval", "--help"], env={"COLUMNS": "200"}).output
+    assert all(word in output for word in command[2:] if word.startswith("--"))

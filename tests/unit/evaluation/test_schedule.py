@@ -1,4 +1,4 @@
-"""Who evaluates what and when: what is due, one job at a time, the best model, patience, and restarts."""
+"""The schedule of evaluations: what is due, one job at a time, the best model, patience, and restarts."""
 
 import json
 
@@ -14,7 +14,7 @@ def one(name="set", **settings):
 
 
 class Run:
-    """A schedule, and what it says."""
+    """A schedule with its records and stops."""
 
     def __init__(self, *sets, **options):
         self.records, self.stops = [], 0
@@ -27,12 +27,12 @@ class Run:
         return self.schedule.grant(maker, version, incarnation)
 
     def report(self, job, version, *, is_best=None):
-        """What a maker does with a job at a version; without `is_best`, no sample has a score."""
+        """Report a job at a version as a maker does; without `is_best`, no sample has a score."""
         found = {} if is_best is None else {"avg@1": 0.5, "is_best": is_best}
         return self.schedule.report(job, {"name": job.name, "version": version, **found})
 
     def versions(self, *asked, end=None):
-        """The versions of those that a maker asks with at which it gets a job, which it does at once."""
+        """Ask at these versions, and report each job at once; return the versions at which there was a job."""
         made = []
         for version in asked:
             if version == end:
@@ -89,7 +89,7 @@ def test_the_job_of_a_dead_maker_is_reassigned_and_its_late_report_refused():
     assert not run.report(lost, 0)
     assert run.records == []
     assert run.report(job, 1)
-    assert not run.report(job, 1), "a repeated report counts once"
+    assert not run.report(job, 1), "a repeated report counts only once"
     assert [record["evaluation"]["version"] for record in run.records] == [1]
 
 
@@ -135,7 +135,7 @@ def test_a_restored_schedule_has_the_evaluations_that_are_not_done():
     assert again.ask(4, "maker-0").name == "a"
     assert again.ask(4, "maker-1") is None
     again.report(again.ask(6, "maker-1"), 6, is_best=False)
-    assert again.stops == 1, "evaluations that were not better are counted over a restart"
+    assert again.stops == 1, "the count of evaluations without improvement survives a restart"
 
 
 def test_the_final_evaluations_are_waited_for():
@@ -144,6 +144,6 @@ def test_the_final_evaluations_are_waited_for():
     run.schedule.end(5)
     assert run.schedule.pending == ["a"]
     assert not run.schedule.wait(0.0)
-    assert run.ask(4) is None, "only the final version will do"
+    assert run.ask(4) is None, "only the final version counts"
     run.report(run.ask(5), 5)
     assert run.schedule.wait(0.0)

@@ -1,4 +1,4 @@
-"""`[[eval]]` in a settings file: what a set takes from the run, and what is refused."""
+"""`[[eval]]` in a settings file: what a set inherits from the run, and what is rejected."""
 
 import pytest
 
@@ -84,7 +84,7 @@ def test_options_that_the_engine_lacks_are_rejected_before_the_run():
     with pytest.raises(ConfigError, match=r"eval\[0\]\.rollout.*max_time"):
         settings(rollout=slow)
     held_out = {"name": "held-out", "prompts": {"path": "test.jsonl"}, "rollout": slow}
-    for rollout in ({"engine": "reference"}, {"generate": {"use_cache": False}}):  # which makes it that engine
+    for rollout in ({"engine": "reference"}, {"generate": {"use_cache": False}}):  # which selects the reference engine
         one = {**held_out, "rollout": slow | rollout} if "engine" in rollout else held_out
         build_config({**RUN, "rollout": RUN["rollout"] | rollout, "eval": [one]})
 

@@ -1,4 +1,4 @@
-"""A maker that evaluates, on threads: its weights are held, answers are lost, trainers die."""
+"""A maker that evaluates, on threads: weights stay fixed, replies are lost, trainers die."""
 
 import json
 
@@ -19,7 +19,7 @@ from coati.weights.served import ServedModels, VerifiedUpdate
 
 
 class Trainer:
-    """The side of a trainer that makers call."""
+    """The methods of a trainer that makers call."""
 
     def __init__(self, config, **options):
         self.records = []
@@ -37,7 +37,7 @@ class Trainer:
 
 
 class WatchedEngine(ReferenceEngine):
-    """Does something before each batch."""
+    """An engine that calls `before_batch` before each batch."""
 
     def __init__(self, model, before_batch):
         super().__init__(model)
@@ -63,14 +63,14 @@ class Maker:
         )
 
     def turn(self):
-        """What the loop does when it asks for work; returns whether there was an evaluation."""
+        """Ask for an evaluation as the loop does, and run it; return whether there was one."""
         if (work := self.work.poll()) is None:
             return False
         work.run(self.pipeline)
         return True
 
     def update(self, version, scale=1.1):
-        """New weights, all of them scaled."""
+        """A full update that scales all weights."""
         tensors = {
             (label, name): tensor * scale if tensor.is_floating_point() else tensor
             for label, module in self.served.modules.items()
@@ -90,7 +90,7 @@ def test_new_weights_wait_until_the_evaluation_is_done(config):
     calm = Maker(config, ThreadPeers(trainer=Trainer(config)))
     before = {name: tensor.clone() for name, tensor in maker.served.modules["actor"].state_dict().items()}
     assert maker.turn()
-    assert maker.served.version == 1, "they serve now"
+    assert maker.served.version == 1, "the new weights are committed afterwards"
     saved = build.load_actor(config, str(config.output_folder / "best")).state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in before.items()), "the version that was evaluated"
     assert calm.turn()
@@ -101,10 +101,10 @@ def test_new_weights_wait_until_the_evaluation_is_done(config):
 
 
 def test_trainers_are_notified_before_every_batch(config):
-    told = []
-    maker = Maker(config, ThreadPeers(trainer=Trainer(config)), lambda: told.append("batch"))
-    maker.work.poll().run(maker.pipeline, lambda: told.append("told"))
-    assert told == ["told", "batch"] * 3  # 5 prompts, 2 at a time
+    events = []
+    maker = Maker(config, ThreadPeers(trainer=Trainer(config)), lambda: events.append("batch"))
+    maker.work.poll().run(maker.pipeline, lambda: events.append("notified"))
+    assert events == ["notified", "batch"] * 3  # 5 prompts, 2 at a time
 
 
 def test_a_report_whose_reply_is_lost_counts_once(config):
@@ -126,8 +126,10 @@ def test_the_best_model_is_kept_across_restarts(config_of):
         assert maker.turn()
         values.append(trainer.records[-1]["evaluation"]["avg@2"])
         kept.append(json.loads((config.output_folder / "best" / "evaluation.json").read_text())["version"])
-    bests = [max(range(n + 1), key=lambda version: values[version]) for n in range(4)]  # the first of equals
-    assert len(set(values)) > 1, "or the test shows nothing"
+    bests = [
+        max(range(n + 1), key=lambda version: values[version]) for n in range(4)
+    ]  # the first one, if several are equal
+    assert len(set(values)) > 1, "otherwise the test shows nothing"
     assert kept == bests
     assert [record["evaluation"]["is_best"] for record in trainer.records] == [
         n == best for n, best in enumerate(bests)
@@ -136,7 +138,9 @@ def test_the_best_model_is_kept_across_restarts(config_of):
     successor = Maker(config, ThreadPeers(trainer=again))
     assert successor.turn()
     expected = bests[-1] == 0
-    assert again.records[-1]["evaluation"]["is_best"] == expected, "what was saved and not reported is found again"
+    assert again.records[-1]["evaluation"]["is_best"] == expected, (
+        "a model that was saved but not reported is recognised"
+    )
 
 
 def test_an_evaluation_whose_grant_was_lost_is_done(config):

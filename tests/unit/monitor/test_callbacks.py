@@ -145,7 +145,7 @@ def test_the_maker_by_hand(caplog):
     make_one(evaluator, clock, two_samples(), 4.0, 0.5)
     with caplog.at_level(logging.INFO, logger="coati.actors.callbacks"):
         evaluator.on_loop_end()
-    clock.pass_seconds(100.0)  # what comes after the loop does not count
+    clock.pass_seconds(100.0)  # time after the loop does not count
     s = evaluator
     assert (s.samples, s.tokens, s.use.elapsed) == (4, 16, 10.0)
     assert s.use.seconds == {"generate": 6.5, "score": 0.5, "send": 1.0, "wait_weights": 1.5}
@@ -190,7 +190,7 @@ def run_episode(evaluator, clock, index, learn_seconds, *, batches=1):
 
 
 @pytest.mark.parametrize(("enable_grad_checkpoint", "per_weight"), [(False, 6), (True, 8)])
-@pytest.mark.parametrize("first_episode", [0, 40])  # a resumed run is as cold as a new one
+@pytest.mark.parametrize("first_episode", [0, 40])  # a resumed run needs a warm-up too
 def test_the_trainer_by_hand(caplog, enable_grad_checkpoint, per_weight, first_episode):
     clock = FakeClock()
     evaluator = connected(TrainerPerformanceEvaluator(1000, 100, enable_grad_checkpoint), clock)

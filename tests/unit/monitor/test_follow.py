@@ -180,7 +180,7 @@ def package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("failure", "message"),
     [
         ("raise RuntimeError(f'the key {os.environ[\"TRACKIO_KEY\"]} is wrong')", "the key <TRACKIO_KEY> is wrong"),
         ("os._exit(7)", "exited with code 7"),
@@ -188,15 +188,15 @@ def package(tmp_path, monkeypatch):
     ],
 )
 def test_a_failing_tracker_process_is_reported_once_with_a_remedy_and_without_keys(
-    what, said, package, folder, monkeypatch, caplog
+    failure, message, package, folder, monkeypatch, caplog
 ):
     monkeypatch.setenv("TRACKIO_KEY", "hf_SecretSecret")
-    package(f"import os, sys\ndef init(**options):\n    print('hello')\n    {what}\n")
+    package(f"import os, sys\ndef init(**options):\n    print('hello')\n    {failure}\n")
     with following(folder, ["trackio"]):
         write_row(folder, 1, 0, time=1.0)
     assert len(caplog.messages) == 1
     assert "trackio failed; training continues" in caplog.text
-    assert said in caplog.text
+    assert message in caplog.text
     assert f"-m coati.monitor.follow {folder} trackio" in caplog.text
     assert "SecretSecret" not in caplog.text
     assert "hello" in (folder / "trackers" / "trackio.log").read_text()

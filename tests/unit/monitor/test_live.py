@@ -1,4 +1,4 @@
-"""What a run prints in a terminal, and where there is none."""
+"""What a run prints, with a terminal and without one."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Files of metrics: what is written, and what is read back."""
+"""Files of metrics: writing and reading them back."""
 
 import json
 import math
@@ -13,8 +13,8 @@ from coati.monitor.metrics import append_jsonl
 
 def test_lines_are_on_disk_when_the_call_returns(tmp_path):
     path = tmp_path / "samples.jsonl"
-    append_jsonl(path, [{"text": "größer\nals zwei Zeilen\u2028oder drei"}, {"text": "a\udc80b"}])
-    assert [row["text"] for row in read_jsonl(path)] == ["größer\nals zwei Zeilen\u2028oder drei", "a\udc80b"]
+    append_jsonl(path, [{"text": "größer\nthan two lines\u2028or three"}, {"text": "a\udc80b"}])
+    assert [row["text"] for row in read_jsonl(path)] == ["größer\nthan two lines\u2028or three", "a\udc80b"]
     assert "größer" in path.read_text(errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""The reduction travels with the number."""
+"""Metrics merge by their own reduction."""
 
 import doctest
 import importlib
@@ -24,7 +24,7 @@ def test_each_type_has_its_own_reduction():
 
 
 def test_a_mean_without_weight_never_counts():
-    # An empty micro-batch gives 0 / 0: its NaN must not poison the mean.
+    # An empty micro-batch gives 0 / 0: its NaN must not reach the mean.
     assert Mean(NAN, 0).merge(Mean(2.0, 1)) == Mean(2.0, 1)
     assert Mean(2.0, 1).merge(Mean(NAN, 0)) == Mean(2.0, 1)
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run."""
+"""The progress line of a run."""
 
 from coati.monitor.live import plain_line
 from coati.monitor.run_log import RunSnapshot

@@ -1,4 +1,4 @@
-"""Records wait until they are fetched; fetching twice is harmless."""
+"""Records are kept until they are fetched, and can be fetched twice."""
 
 import logging
 
@@ -49,7 +49,7 @@ def test_records_that_were_read_are_dropped_except_the_newest():
 
 
 def test_a_cursor_of_an_earlier_log_selects_all_records_of_the_new_one():
-    # The actor was restarted: its log has 2 records, and the reader comes with the cursor 10 of the old one.
+    # The actor was restarted: its log has 2 records, but the reader's cursor is 10, from the old log.
     page = log_of(2).since(10)
     assert (numbers(page), page.cursor) == ([0, 1], 2)
 

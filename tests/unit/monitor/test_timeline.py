@@ -1,4 +1,4 @@
-"""Spans and sums under a fake clock, worked by hand."""
+"""Spans and totals under a fake clock, computed by hand."""
 
 import threading
 

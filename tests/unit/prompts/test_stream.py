@@ -74,7 +74,7 @@ def first_batch(*arguments, size=2, **options):
     return next(batches_of(stream_of(*arguments, **options), size))
 
 
-def told(sample):
+def summary(sample):
     return sample.id, sample.group, sample.columns["prompt"]
 
 
@@ -90,7 +90,7 @@ def samples_below(position, stream, samples_per_prompt=1):
     """Return (sample id, group id, prompt) of every sample whose group comes before this position."""
     samples = []
     for batch in batches_of(stream, samples_per_prompt=samples_per_prompt):
-        samples += [told(sample) for sample in batch if sample.group < position]
+        samples += [summary(sample) for sample in batch if sample.group < position]
         if max(sample.group for sample in batch) >= position:
             return samples
 
@@ -98,7 +98,7 @@ def samples_below(position, stream, samples_per_prompt=1):
 def test_samples_have_the_tokens_and_columns_of_their_prompts():
     batch = first_batch(table_of("a b c", "d", topic=["x", "y"]))
     assert tokens(batch) == [[ID["<bos>"], ID["a"], ID["b"], ID["c"]], [ID["<bos>"], ID["d"]]]
-    assert [told(sample) for sample in batch] == [(0, 0, "a b c"), (1, 1, "d")]
+    assert [summary(sample) for sample in batch] == [(0, 0, "a b c"), (1, 1, "d")]
     assert column(batch, "topic") == ["x", "y"]
 
 
@@ -143,7 +143,7 @@ def test_groups_do_not_depend_on_the_order_of_look_ups(
     for start in range(0, len(numbers), 3):
         batch, unusable = stream.batch(numbers[start : start + 3], group_size=group_size)
         skipped |= unusable
-        found += [told(sample) for sample in batch]
+        found += [summary(sample) for sample in batch]
     assert sorted(found) == expected
     assert len(skipped) * group_size + len(found) == size * epochs * samples_per_prompt
     assert stream.skipped.total() * samples_per_prompt == len(skipped) * group_size

@@ -1,4 +1,4 @@
-"""Reward functions in child processes: what they do to themselves, they do to nobody else, and nothing is left."""
+"""Reward functions in child processes: faults stay inside the child, and no process is left behind."""
 
 import os
 import pickle
@@ -20,7 +20,7 @@ from coati.rewards import RewardRequest, build_reward
 from coati.rewards.process import RewardProcess
 
 HERE = Path(__file__).parent
-SECONDS = 120.0  # far more than anything here takes
+SECONDS = 120.0  # far more than any call here takes
 
 
 def request_of(*completions, **columns):
@@ -40,9 +40,9 @@ def request_of(*completions, **columns):
 def isolated():
     made = {}
 
-    def make(function="told", **settings):
+    def make(function="obey", **settings):
         key = function, str(settings)
-        if key not in made:  # starting one takes a second
+        if key not in made:  # starting a process takes a second
             name = function if ":" in function else f"hostile_rewards:{function}"
             settings = {"timeout_seconds": SECONDS, "isolation": "process", "function": name, **settings}
             made[key] = build_reward(RewardSettings(**settings), load_model=None, search_paths=[HERE])
@@ -56,7 +56,7 @@ def isolated():
 
 
 def score(reward, request):
-    import tiny  # which is nowhere to be found in the process of `test_all_processes_end_when_the_maker_is_killed`
+    import tiny  # not on the path in `test_all_processes_end_when_the_maker_is_killed`
 
     return tiny.ask(reward, request).values
 
@@ -128,7 +128,7 @@ def test_nothing_that_it_started_is_left(isolated, tmp_path, action):
     reward = isolated("writes_pids")
     path = tmp_path / "pids"
 
-    def end_it():  # as a deadline does, but not before it has started them
+    def end_it():  # like a deadline, but not before the processes run
         wait_until(lambda: path.exists() and path.read_text().count(" ") == 2)
         reward._process.kill()
 
@@ -139,7 +139,7 @@ def test_nothing_that_it_started_is_left(isolated, tmp_path, action):
     worker, away, near = map(int, path.read_text().split())
     wait_until(lambda: is_gone(worker))
     wait_until(lambda: is_gone(near))
-    if action == "kill the guard":  # what leaves the group and kills its guard escapes: see docs/rewards.md
+    if action == "kill the guard":  # a process outside the group survives its guard: see docs/rewards.md
         os.kill(away, 9)
     wait_until(lambda: is_gone(away))
 
@@ -193,7 +193,7 @@ def test_invalid_scores_are_not_retried(isolated):
 
 
 def test_a_function_that_cannot_be_loaded_is_a_config_error(isolated):
-    for name in ("hostile_rewards:nothing", "no_such_module:told"):
+    for name in ("hostile_rewards:nothing", "no_such_module:obey"):
         with pytest.raises(ConfigError, match=name.partition(":")[2]):
             isolated(name)
     settings = RewardSettings(function="x:y", isolation="process")

@@ -1,4 +1,4 @@
-"""Reward functions by name: found, or an error that says why not."""
+"""Loading reward functions by name, and the errors if that fails."""
 
 import importlib
 import sys
@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples/film"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A fresh folder; what tests import from it is forgotten afterwards."""
+    """An empty folder; modules imported from it are removed from sys.modules afterwards."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
     yield tmp_path
@@ -34,7 +34,7 @@ def test_a_function_from_a_file_and_from_a_package(folder):
 
 
 def test_a_folder_of_rewards_does_not_hide_other_modules(folder):
-    """A neighbour called like a package that something imports later."""
+    """A module in it has the name of a package that is imported later."""
     (folder / "colorsys.py").write_text("raise AssertionError\n")
     (folder / "shadowing.py").write_text("def praise(completions):\n    return [1.0]\n")
     sys.modules.pop("colorsys", None)
@@ -47,7 +47,7 @@ def test_options_are_constant_arguments(folder):
     (folder / "opted.py").write_text("def above(completions, limit, **columns):\n    return [limit, sorted(columns)]\n")
     function = load_reward_function("opted:above", [folder], {"limit": 3})
     offered = {"completions": [], "limit": [7, 7], "topic": [1, 1], "timeout_seconds": 1.0}
-    with pytest.raises(CallFailed, match=r"\['topic'\]"):  # the column `limit` does not take the option's place
+    with pytest.raises(CallFailed, match=r"\['topic'\]"):  # the column `limit` does not override the option
         call_function(function, offered, 2)
     assert function(completions=[])[0] == 3
     (folder / "strict.py").write_text("def f(completions, limit):\n    return []\n")
@@ -98,7 +98,9 @@ def test_a_corrected_module_is_read_again(folder, monkeypatch):
 
 def test_an_attribute_that_is_not_callable(folder):
     (folder / "data.py").write_text("praise = 3\n")
-    with pytest.raises(ConfigError, match=r"'data:praise'.* no function 'praise'\. Check"):  # and no other to name
+    with pytest.raises(
+        ConfigError, match=r"'data:praise'.* no function 'praise'\. Check"
+    ):  # there is no other function to list
         load_reward_function("data:praise", [folder])
 
 
@@ -134,7 +136,7 @@ def test_the_example_rewards_by_hand(folder):
     praise = load_reward_function("rewards:praise", [EXAMPLE])
     on_topic = load_reward_function("rewards:on_topic", [EXAMPLE])
     try:
-        # (good - bad) / (good + bad + 1), `not` turns a word around, nothing written has no score
+        # (good - bad) / (good + bad + 1); `not` inverts a word; an empty completion has no score
         texts = ["was good .", "was not good .", "was good but dull .", "was old .", ""]
         assert praise(completions=texts) == [1 / 2, -1 / 2, 0.0, 0.0, None]
         scores = on_topic(prompts=["the film", "i thought"], completions=["was", "it"], topic=["film", "plot"])

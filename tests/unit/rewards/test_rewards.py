@@ -1,4 +1,4 @@
-"""Rewards: what a function may return, every way it can fail, models, sums and decoding."""
+"""Rewards: what functions may return, how they can fail, models, sums and decoding."""
 
 import asyncio
 import copy
@@ -309,7 +309,7 @@ def test_long_texts_are_truncated_in_errors():
 
 
 class LastToken(nn.Module):
-    """Scores a sequence by its last token; with dropout, so that training mode would show."""
+    """Scores a sequence by its last token. Has dropout, so that training mode would change the scores."""
 
     def __init__(self, shape=None):
         super().__init__()
@@ -370,7 +370,7 @@ WORDS = ["<eos>", "<bos>", "<unk>", "a", "b", "c"]
 def make_tokenizer():
     backend = Tokenizer(models.WordLevel(vocab={word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # pad = eos, as many real models have it: only the masks can tell padding from text
+    # pad = eos, as in many models: only the masks distinguish padding from text
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<eos>", unk_token="<unk>"
     )
@@ -441,7 +441,7 @@ def test_rewards_from_settings(tmp_path):
 
 
 def batch_of(scorer):
-    """Begin to score a batch of one row."""
+    """Start to score a batch of one row."""
     ids = torch.tensor([[1, 2]])
     return scorer.begin(ids, torch.ones_like(ids), torch.ones(1, 1, dtype=torch.bool))
 
@@ -461,7 +461,7 @@ def test_texts_are_decoded_only_when_a_reward_reads_them(kind):
         seen.append(list(completions))
         return [1.0] * len(completions)
 
-    length.is_host_work = False  # asked when the scores are wanted
+    length.is_host_work = False  # called when the scores are needed
     terms = {"a function": [FunctionReward(length)], "a model": [ModelReward(Tokens())]}
     terms["both"] = terms["a function"] + terms["a model"]
     decoded = []
@@ -546,13 +546,15 @@ def test_a_scorer_needs_a_reward():
         RewardScorer(lambda completions: [], make_tokenizer())
 
 
-@pytest.mark.parametrize("said", [torch.zeros(3), [1.0, 2.0], []], ids=["a score too many", "plain numbers", "nothing"])
-def test_the_error_for_an_invalid_result_names_the_custom_reward(said):
+@pytest.mark.parametrize(
+    "result", [torch.zeros(3), [1.0, 2.0], []], ids=["a score too many", "plain numbers", "nothing"]
+)
+def test_the_error_for_an_invalid_result_names_the_custom_reward(result):
     class Own(Reward):
         name = "own"
 
         def score(self, _request):
-            return said
+            return result
 
     with pytest.raises(RewardError, match=r"'own'.*2 scores"):
         tiny.ask(Own(), request_of("a", "b"))
