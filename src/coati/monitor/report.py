@@ -17,7 +17,7 @@ from coati.monitor.timeline import ACTIVITIES, Span, is_idle
 
 _METRICS: Final = "metrics.jsonl"
 _SPANS: Final = "spans.jsonl"
-NUM_SAMPLES: Final = 3
+_NUM_SAMPLES: Final = 3
 _TERM: Final = "reward/term_"
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _MAX_BARS: Final = 24  # of a sparkline in a table of 80 columns
@@ -170,7 +170,7 @@ def chosen_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
     """Return the first few samples of the first version and of the last."""
     ends = sorted({samples[0]["version"], samples[-1]["version"]})
     return [
-        sample for end in ends for sample in [sample for sample in samples if sample["version"] == end][:NUM_SAMPLES]
+        sample for end in ends for sample in [sample for sample in samples if sample["version"] == end][:_NUM_SAMPLES]
     ]
 
 

@@ -120,7 +120,7 @@ def build_reward(
     search_paths: Sequence[Path] = (),
     function: Callable[..., Any] | None = None,
 ) -> Reward:
-    """Build the reward of `[reward]`, or one that calls `function` instead. ConfigError if a reward cannot be loaded.
+    """Build the reward that `[reward]` describes, or one that calls `function`. ConfigError if it cannot be loaded.
 
     `load_model` takes a path or hub name and returns a module that is called as `model(sequences, attention_mask)`.
     """

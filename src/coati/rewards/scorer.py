@@ -34,7 +34,7 @@ class PendingScores:
     def __init__(self, scorer: RewardScorer, request: RewardRequest, device: torch.device) -> None:
         """Start to score `request`; the scores are returned on `device`."""
         self.verdicts: dict[str, list[Verdict]] = {}
-        """By name of the reward, or of each term of a sum: its verdict on each sample. Empty until scoring is done."""
+        """The verdicts on all samples, by name of the reward or of each term of a sum. Empty until scoring is done."""
         self.num_retries = 0
         """Number of retries so far."""
         self.request = request
@@ -75,7 +75,10 @@ class PendingScores:
         self.wait(math.inf)
         if not self._future.done():
             self._scorer.thread.close()  # later batches need not wait for this one
-            raise RewardError(f"Reward {self._scorer.reward.name!r} did not score a batch within {self._seconds:g} s.")
+            raise RewardError(
+                f"Reward {self._scorer.reward.name!r} did not score a batch within {self._seconds:g} s. Make it "
+                "faster, or raise reward.timeout_seconds."
+            )
         return self._future.result().to(self._device)
 
     @property
@@ -184,7 +187,7 @@ def _scores(verdicts: Sequence[Verdict]) -> Tensor:
 class RewardScorer:
     """Scores finished sequences with a `Reward`, which is retried up to `retries` times if it fails on a batch.
 
-    With `max_quarantined` = 0, a failure is an error. Otherwise the caller of `begin` may quarantine that many groups.
+    If `max_quarantined` is 0, a failure is an error. Otherwise the caller of `begin` may quarantine that many groups.
     """
 
     def __init__(self, reward: Reward, tokenizer: Any, *, retries: int = 0, max_quarantined: int = 0) -> None:
