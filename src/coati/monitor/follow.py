@@ -99,6 +99,8 @@ def _follow_here(reader: RowReader, tracker: Tracker, end: int) -> None:
         follow(reader, tracker, end)
     except Exception as error:
         logger.warning(_FAILED, type(tracker).__name__, f"{type(error).__name__}: {error}")
+    finally:
+        os.close(end)
 
 
 class RowReader:

@@ -155,6 +155,20 @@ def test_trackers_are_told_that_the_run_failed(folder):
     assert tracker.closed == [True]
 
 
+def open_pipes():
+    with os.scandir("/proc/self/fd") as entries:
+        links = [os.readlink(entry.path) for entry in entries if os.path.lexists(entry.path)]
+    return sum(link.startswith("pipe:") for link in links)
+
+
+def test_tracker_objects_leave_no_open_pipes(folder, caplog):
+    before = open_pipes()
+    with following(folder, [FakeTracker(), FakeTracker("log")]):
+        write_row(folder, 1, 0, time=1e12)
+    assert "FakeTracker failed" in caplog.text
+    assert open_pipes() == before
+
+
 def test_a_tracker_that_hangs_does_not_block_the_run(folder, monkeypatch, caplog):
     monkeypatch.setattr(follow_module, "_WAIT_SECONDS", 0.01)
     answer, tracker = threading.Event(), FakeTracker()
