@@ -85,6 +85,8 @@ class Reward:
     """True if it uses no model, so that it can run on a thread while models score."""
     timeout_seconds = 1800.0
     """Deadline for one batch."""
+    start_seconds = 0.0
+    """Time that it may take to start before a call, in addition to `timeout_seconds`."""
 
     def score(self, request: RewardRequest) -> Tensor | Sequence[Verdict]:
         """Return one score per sample, [B], or one verdict per sample. A score that is not finite means no score.
@@ -136,6 +138,7 @@ class WeightedSum(Reward):
         self.terms = tuple(terms)
         self.is_host_work = all(reward.is_host_work for reward, _ in terms)
         self.timeout_seconds = sum(reward.timeout_seconds for reward, _ in terms)
+        self.start_seconds = sum(reward.start_seconds for reward, _ in terms)
 
     def total(self, scores: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted sum, [B], of the scores of the terms, [B] each, by name."""

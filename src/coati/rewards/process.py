@@ -51,7 +51,8 @@ _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from coati.rewards.process import main_of_child
 main_of_child(int(sys.argv[2]))"""
-_START_SECONDS = 120.0
+START_SECONDS = 120.0
+"""Deadline for starting a child, which includes the import of the function."""
 _END_SECONDS = 5.0
 _ANSWER_BYTES = 1 << 20  # without verdicts
 _VERDICT_BYTES = 1 << 16
@@ -120,10 +121,10 @@ class RewardProcess:
         theirs.close()
         setup = run_in_background(lambda: self._exchange(self._setup, _ANSWER_BYTES), name="reward-start")
         try:
-            answer = setup.result(_START_SECONDS)
+            answer = setup.result(START_SECONDS)
         except FutureTimeout:
             self.kill()
-            raise CallFailed(f"its import took more than {_START_SECONDS:g} s") from None
+            raise CallFailed(f"its import took more than {START_SECONDS:g} s") from None
         if answer.error:
             self.kill()
             raise CallFailed(answer.error)

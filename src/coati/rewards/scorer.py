@@ -42,7 +42,7 @@ class PendingScores:
         self._may_fail = scorer.max_quarantined > 0
         # The reward's own deadline passes before this one, and its error is more specific.
         num_calls = 1 + scorer.retries + self._may_fail
-        self._seconds = num_calls * scorer.reward.timeout_seconds + _GRACE_SECONDS
+        self._seconds = num_calls * _call_seconds(scorer.reward) + _GRACE_SECONDS
         # Allow for the batches that are queued before this one. `_score_in_turn` sets the deadline again.
         scorer.queue = [future for future in scorer.queue if not future.done()]
         self._deadline = time.monotonic() + (len(scorer.queue) + 1) * self._seconds
@@ -146,7 +146,7 @@ class PendingScores:
         self, reward: Reward, rows: list[int], verdicts: list[Verdict], timeout_seconds: float = math.inf
     ) -> list[int]:
         """Call a reward for some samples and store its verdicts; return the rows that it failed on."""
-        self._deadline = max(self._deadline, time.monotonic() + reward.timeout_seconds + _GRACE_SECONDS)
+        self._deadline = max(self._deadline, time.monotonic() + _call_seconds(reward) + _GRACE_SECONDS)
         request = self.request if len(rows) == len(self.request) else self.request.select(rows)
         request.timeout_seconds = timeout_seconds
         try:
@@ -178,6 +178,10 @@ class PendingScores:
             share = max(seconds / len(rows), (until - time.monotonic()) / (len(rows) - index))
             failed += self._evaluate(reward, [row], verdicts, share)
         return failed
+
+
+def _call_seconds(reward: Reward) -> float:
+    return reward.start_seconds + reward.timeout_seconds
 
 
 def _scores(verdicts: Sequence[Verdict]) -> Tensor:

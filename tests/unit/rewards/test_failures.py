@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coati.errors import RewardError, RewardFailed
-from coati.rewards import FunctionReward, Reward, RewardScorer, WeightedSum
+from coati.rewards import FunctionReward, Reward, RewardProcess, RewardScorer, WeightedSum
 from coati.rewards import scorer as scorer_module
+from coati.rewards.calling import Verdict
 
 
 class Numbers:
@@ -156,6 +158,29 @@ def test_samples_called_alone_share_the_time_of_one_batch(monkeypatch):
     # A third of 2 s; half of the 1.75 s that the first sample left; the second used up its half.
     assert shares == pytest.approx([math.inf, 2 / 3, 1.75 / 2, 1.75 / 2])
     assert now[0] == pytest.approx(2.0 + 0.25 + 1.75 / 2 + 0.25)
+
+
+def test_a_process_may_take_longer_to_start_than_a_batch(monkeypatch):
+    monkeypatch.setattr(scorer_module, "_GRACE_SECONDS", 0.1)
+
+    class SlowToStart(RewardProcess):
+        """A process that takes longer to start than the deadline of a batch."""
+
+        def __init__(self):
+            pass
+
+        def start(self):
+            threading.Event().wait(0.5)
+            return False
+
+        def call(self, arguments, expected):
+            return [Verdict(1.0)] * expected
+
+        def kill(self):
+            pass
+
+    scores = begin(SlowToStart(), 1, 2, timeout_seconds=0.1, retries=0)
+    assert scores().tolist() == [1.0, 1.0]
 
 
 def test_only_the_samples_that_failed_are_retried():
