@@ -1,4 +1,4 @@
-"""A server in this process that answers as a test tells it, and can go down and come back at the same address."""
+"""A server in this process with answers defined by the test, which can go down and come back at the same address."""
 
 import json
 import threading
@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class LocalServer:
-    """Answers each POST with what `answer(body, headers)` returns: what becomes JSON, or (status, text, headers)."""
+    """Answers each POST with the result of `answer(body, handler)`: JSON data, or (status, text, headers)."""
 
     def __init__(self, answer):
         self.answer, self.requests, self.port = answer, [], 0
@@ -37,7 +37,7 @@ class LocalServer:
         class Quiet(ThreadingHTTPServer):
             daemon_threads = True
 
-            def handle_error(self, request, client_address):  # clients that hang up are part of it
+            def handle_error(self, request, client_address):  # tests may hang up
                 pass
 
         self._server = Quiet(("127.0.0.1", self.port), Handler)

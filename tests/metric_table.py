@@ -1,4 +1,4 @@
-"""The metrics that docs/metrics.md describes, with their healthy ranges."""
+"""The names of metrics in docs/metrics.md."""
 
 import re
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""What `coati demo` runs on, without a network: a film grammar, a small model of it and a reward."""
+"""The inputs of `coati demo`, which needs no network: a film grammar, a small model of it, and a reward."""

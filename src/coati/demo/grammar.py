@@ -1,7 +1,7 @@
-"""A small grammar of film opinions: what the demo's base model learns.
+"""A small grammar of film opinions, on which the demo's base model is pretrained.
 
 The sentences are lower-case English of one or two clauses, such as `i thought the plot was slow but the cast was superb
-.`. The mean sentiment is a little above zero, so a policy that is trained towards praise has far to go.
+.`. Their mean sentiment is slightly above zero, which leaves a policy much to learn from a reward for praise.
 """
 
 import random
@@ -14,9 +14,9 @@ def _words(words: str) -> tuple[tuple[float, str], ...]:
 
 START = "SENTENCE"
 
-# The ways to rewrite a symbol: how often each is taken, and the symbols and words that it turns into.
+# The productions of each symbol: weight, and the symbols and words that replace it.
 # Symbols are upper case and have an entry here; everything else is a word of the language.
-# No degree inside a noun phrase: `the so good film` is not English.
+# A noun phrase has no DEGREE: `the so good film` is not English.
 GRAMMAR: Mapping[str, tuple[tuple[float, str], ...]] = {
     START: ((0.46, "CLAUSE ."), (0.30, "CLAUSE and CLAUSE ."), (0.24, "CLAUSE but CLAUSE .")),
     "CLAUSE": ((0.52, "STATEMENT"), (0.22, "PERSON thought STATEMENT"), (0.26, "PERSON VERB OBJECT")),
@@ -58,11 +58,11 @@ PROMPTS: tuple[str, ...] = (
     "the scenes",
     "the story seemed",
 )
-"""Openings of one to four words that the grammar can continue."""
+"""Beginnings of sentences, one to four words long."""
 
 
 def sample_sentence(rng: random.Random) -> str:
-    """Draw one sentence; equal states of `rng` give equal sentences."""
+    """Draw a sentence. It depends only on the state of `rng`."""
     return " ".join(_expand(START, rng))
 
 
@@ -75,13 +75,13 @@ def _expand(symbol: str, rng: random.Random) -> list[str]:
 
 
 def vocabulary() -> list[str]:
-    """List every word of the language, full stop included, in alphabetical order."""
+    """Return all words of the language, including the full stop, in alphabetical order."""
     parts = {part for rules in GRAMMAR.values() for _, symbols in rules for part in symbols.split()}
     return sorted(parts - GRAMMAR.keys())
 
 
 def first_words(symbol: str = START) -> set[str]:
-    """Return the words that a sentence can begin with."""
+    """Return the words that a sentence can start with."""
     if symbol not in GRAMMAR:
         return {symbol}
     return {word for _, symbols in GRAMMAR[symbol] for word in first_words(symbols.split()[0])}

@@ -1,4 +1,4 @@
-"""The demo's reward: how warmly a sentence speaks of the film, by the lexicon of `vaderSentiment`."""
+"""The demo's reward: the sentiment of a sentence by the lexicon of `vaderSentiment`."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -8,9 +8,9 @@ from coati.errors import ConfigError
 
 
 def film_sentiment(completions: Sequence[str], prompts: Sequence[str], **_: object) -> list[float]:
-    """Score each prompt with its completion, read as one sentence, from -1 (hostile) to 1 (delighted).
+    """Score each prompt and completion, as one sentence, from -1 (negative) to 1 (positive).
 
-    Words work across the seam: after the prompt `the film was not`, the completion `bad .` is praise.
+    Context carries over from the prompt: after `the film was not`, the completion `bad .` is praise.
     """
     analyzer = sentiment_analyzer()
     sentences = (f"{prompt} {completion}" for prompt, completion in zip(prompts, completions, strict=True))
@@ -19,7 +19,7 @@ def film_sentiment(completions: Sequence[str], prompts: Sequence[str], **_: obje
 
 @cache  # reading the lexicon takes longer than scoring a thousand sentences
 def sentiment_analyzer() -> Any:
-    """Return the analyzer of the `demo` extra; ConfigError says how to install it."""
+    """Return the sentiment analyzer. ConfigError if the `demo` extra is not installed."""
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ModuleNotFoundError as error:

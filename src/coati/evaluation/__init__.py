@@ -1,1 +1,1 @@
-"""Evaluation: sets of prompts that a version of the policy is measured on, alone or while it trains."""
+"""Evaluation of a policy on sets of prompts, during a run or by itself."""

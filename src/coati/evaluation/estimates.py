@@ -1,11 +1,12 @@
 """avg@k and pass@k with 95 % confidence intervals.
 
-Samples of a prompt resemble each other, so each prompt gives one value, and intervals come from the spread of these
+Samples of one prompt are correlated, so each prompt contributes one value, and intervals come from the spread of these
 values (the normal approximation clustered by prompt, with Student's t for small sets).
 
-Where all values lie in [0, 1], as those of pass@k do, the interval has Wilson's form, with the number of independent
-trials that the spread is worth. It stays in [0, 1], and 30 of 30 prompts solved is not reported as certainty. Nor are
-equal values, or differences, of any other size: as many prompts as Wilson's limit allows may have other ones.
+If all values lie in [0, 1], as those of pass@k do, the interval is Wilson's, for the number of independent trials that
+matches the spread. It stays in [0, 1], and 30 of 30 prompts solved is not reported as certainty. Equal values or
+differences of any other size are not reported as certainty either: the fraction of prompts that Wilson's limit allows
+may have other values.
 """
 
 import math
@@ -14,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _NORMAL = statistics.NormalDist().inv_cdf(0.975)
-_EQUAL = 1e-9  # what rounding leaves of a deviation
+_EQUAL = 1e-9  # a smaller deviation is rounding error
 
 
 class Estimate(NamedTuple):
-    """A mean over prompts, and its 95 % confidence interval.
+    """A mean over prompts, with its 95 % confidence interval.
 
-    It is infinite where nothing tells of it: there is one prompt, or all have equal values, and the values no bounds.
+    The interval is infinite if it is unknown: one prompt, or equal values for all of them, and values without bounds.
     """
 
     mean: float
@@ -33,25 +34,25 @@ class Estimate(NamedTuple):
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """The chance that at least one of k samples passes, estimated without bias from `num_samples` >= k of them.
+    """Return the unbiased estimate of the probability that at least one of k samples passes; `num_samples` >= k.
 
-    Of all ways to choose k samples, the share that holds one that passed: 1 - C(n - c, k) / C(n, k).
+    It is the fraction of all choices of k samples that contain one that passed: 1 - C(n - c, k) / C(n, k).
 
-    >>> pass_at_k(4, 1, 2)  # 3 of the 6 pairs hold the one that passed
+    >>> pass_at_k(4, 1, 2)  # 3 of the 6 pairs contain the one that passed
     0.5
     """
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of the values of independent prompts, with its interval."""
+    """Return the mean of the values of independent prompts, with its interval."""
     if not _are_shares(values):
         return _interval(values)
     mean, deviation = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
     if deviation < _EQUAL:
         return _interval(values, 0.0, 1.0)
     spread = mean * (1.0 - mean)
-    shrink = (_student(len(values) - 1) * deviation) ** 2 / len(values) / spread  # t squared over the number of trials
+    shrink = (_student(len(values) - 1) * deviation) ** 2 / len(values) / spread  # t² / number of trials
     middle, half = (mean + shrink / 2) / (1 + shrink), math.sqrt(shrink * (spread + shrink / 4)) / (1 + shrink)
     return Estimate(mean, max(0.0, middle - half), min(1.0, middle + half))
 
@@ -59,9 +60,9 @@ def estimate(values: Sequence[float]) -> Estimate:
 def prompt_values(
     scores: Mapping[int, Sequence[float]], samples_per_prompt: int, pass_at: Sequence[int], *, pass_score: float
 ) -> dict[str, dict[int, float]]:
-    """The value of every prompt, by metric: `avg@N` is its mean score, `pass@k` as `pass_at_k` says.
+    """Return the value of every prompt, by metric: `avg@N` is the mean score, for `pass@k` see `pass_at_k`.
 
-    A prompt has no avg@N without any scores, and no pass@k with fewer than k.
+    A prompt without scores has no avg@N, one with fewer than k scores has no pass@k.
     """
     values = {f"avg@{samples_per_prompt}": {one: statistics.fmean(own) for one, own in scores.items() if own}}
     passed = {one: sum(score >= pass_score for score in own) for one, own in scores.items()}
@@ -71,7 +72,7 @@ def prompt_values(
 
 
 def paired_difference(values: Mapping[int, float], base: Mapping[int, float]) -> Estimate | None:
-    """How much greater the values are than those of another model, prompt by prompt; None without common prompts."""
+    """Return the mean difference to the values of another model, prompt by prompt; None without common prompts."""
     common = values.keys() & base.keys()
     differences = [values[prompt] - base[prompt] for prompt in sorted(common)]
     bounds = (-1.0, 1.0) if _are_shares([*values.values(), *base.values()]) else ()
@@ -83,20 +84,20 @@ def _are_shares(values: Sequence[float]) -> bool:
 
 
 def _interval(values: Sequence[float], lowest: float = -math.inf, highest: float = math.inf) -> Estimate:
-    """Student's interval; for equal values that of Wilson, for the share of prompts with any other up to the bounds."""
+    """Return Student's interval. For equal values, Wilson's for the fraction of prompts that may be at either bound."""
     count, mean = len(values), statistics.fmean(values)
     if count < 2:
         return Estimate(mean, lowest, highest)
     t, deviation = _student(count - 1), statistics.stdev(values)
     if deviation < _EQUAL:
-        others = t**2 / (count + t**2)
-        return Estimate(mean, mean - others * (mean - lowest), mean + others * (highest - mean))
+        different = t**2 / (count + t**2)
+        return Estimate(mean, mean - different * (mean - lowest), mean + different * (highest - mean))
     half = t * deviation / math.sqrt(count)
     return Estimate(mean, max(mean - half, lowest), min(mean + half, highest))
 
 
 def _student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t by the first terms of its expansion: 1 % low for 3 prompts, then exact."""
+    """Return the 97.5 % quantile of Student's t, from an expansion: 1 % low for 3 prompts, accurate for more."""
     z, nu = _NORMAL, float(degrees)
     terms = (
         z,

@@ -1,6 +1,7 @@
-"""One evaluation set: its prompts are sampled with one version of the policy, and scored.
+"""Evaluates one version of the policy on a set: samples its prompts and scores the responses.
 
-Draws are keyed by the set's seed and the place of the sample in the set: the same for all versions, models and runs.
+Random draws are keyed by the set's seed and the sample's place in the set, so they are the same for all versions,
+models and runs.
 """
 
 import logging
@@ -31,40 +32,47 @@ from coati.rollout import GenerateOptions, RolloutEngine, generate, make_engine,
 
 logger = logging.getLogger(__name__)
 
-# Far from the ids of training, so that draws are fresh even if the set has the run's seed.
+# Far from the sample ids of training, so that draws differ from those of training even with the same seed.
 _FIRST_SAMPLE_ID = 1 << 50
 
 
 class Evaluation(NamedTuple):
-    """What one set found of one version."""
+    """The result of evaluating one version on one set."""
 
     record: dict[str, Any]
-    """Set, version, every metric with its interval (`_low`, `_high`), and counts, as `evaluations.jsonl` has them."""
+    """The line in `evaluations.jsonl`: set, version, every metric with its interval (`_low`, `_high`), and counts."""
     samples: list[dict[str, Any]]
-    """All samples, those of a prompt together; a score is None if there is none."""
+    """All samples, grouped by prompt. `score` is None if the sample has no score."""
     values: dict[str, dict[int, float]]
-    """The value of every prompt, by metric."""
+    """By metric: the value of every prompt."""
 
     @property
     def estimates(self) -> dict[str, Estimate]:
-        """Every metric that at least one prompt has a value of."""
+        """The metrics that have a value for at least one prompt."""
         return {name: estimate(list(values.values())) for name, values in self.values.items() if values}
 
 
 class Evaluator:
-    """Measures models on one set. Prompts and reward are loaded when they are first needed."""
+    """Evaluates models on one set. Prompts and reward are loaded on first use."""
 
     def __init__(
         self,
         config: RunSettings,
-        one: EvalSettings,
+        settings: EvalSettings,
         reward: Callable[..., Any] | None = None,
         scorers: dict[str, RewardScorer] | None = None,
     ) -> None:
-        """`reward` replaces `[reward]`, for sets without their own; sets with equal rewards share one of `scorers`."""
-        self.settings = one
-        self._config = config.for_evaluation(one)
-        self._reward = reward if one.reward == config.reward else None
+        """Prepare for one set.
+
+        Args:
+            config: settings of the run.
+            settings: those of the set.
+            reward: replaces `[reward]`, for sets without a reward of their own.
+            scorers: cache that evaluators share, so that sets with equal rewards use one scorer.
+        """
+        self.settings = settings
+        self._config = config.for_evaluation(settings)
+        self._reward = reward if settings.reward == config.reward else None
         self._scorers = {} if scorers is None else scorers
 
     @cached_property
@@ -76,34 +84,38 @@ class Evaluator:
         key = repr(self._config.reward)
         if key not in self._scorers:
             self._scorers[key] = scorer = build.make_scorer(self._config, self._reward)
-            scorer.max_quarantined = max(1, scorer.max_quarantined)  # a sample that it fails on is left out, and named
+            scorer.max_quarantined = max(1, scorer.max_quarantined)  # a failure leaves out one sample
         return self._scorers[key]
 
     def run(
         self, engine: RolloutEngine, *, version: int = 0, should_stop: Callable[[], bool] = lambda: False
     ) -> Evaluation | None:
-        """Sample and score the whole set, or None if a stop came first. RewardError if the reward has never worked."""
-        started, one, stream = time.monotonic(), self.settings, self._prompts
+        """Sample and score the whole set; None if it was stopped. RewardError if the reward has never worked."""
+        started, settings, stream = time.monotonic(), self.settings, self._prompts
         samples: list[dict[str, Any]] = []
         pending: Iterator[dict[str, Any]] = iter(())
-        num_prompts = min(one.max_prompts or stream.num_prompts, stream.num_prompts)
-        for first in range(0, num_prompts, one.rollout.prompts_per_batch):
+        num_prompts = min(settings.max_prompts or stream.num_prompts, stream.num_prompts)
+        for first in range(0, num_prompts, settings.rollout.prompts_per_batch):
             if should_stop():
                 return None
-            numbers = range(num_prompts)[first : first + one.rollout.prompts_per_batch]
-            drawn, _ = stream.batch(numbers, group_size=one.rollout.samples_per_prompt)
+            numbers = range(num_prompts)[first : first + settings.rollout.prompts_per_batch]
+            drawn, _ = stream.batch(numbers, group_size=settings.rollout.samples_per_prompt)
             if drawn:
-                begun = self._begin(engine, drawn, version)
+                batch = self._start(engine, drawn, version)
                 samples += pending
-                pending = begun
+                pending = batch
         samples += pending
         if not samples:
-            raise DataError(f"evaluation {one.name!r} has no usable prompt among its first {num_prompts}.")
-        return self._summary(samples, {"name": one.name, "version": version, "seconds": time.monotonic() - started})
+            raise DataError(
+                f"evaluation {settings.name!r} has no usable prompt among its first {num_prompts}. Raise its "
+                "max_prompts or prompts.max_tokens, or use other prompts."
+            )
+        seconds = time.monotonic() - started
+        return self._summary(samples, {"name": settings.name, "version": version, "seconds": seconds})
 
     @torch.no_grad()
-    def _begin(self, engine: RolloutEngine, drawn: list[Sample], version: int) -> Iterator[dict[str, Any]]:
-        """Generate, and start to score; returns the samples, which wait for their scores."""
+    def _start(self, engine: RolloutEngine, drawn: list[Sample], version: int) -> Iterator[dict[str, Any]]:
+        """Generate the samples and start to score them. The returned iterator waits for the scores."""
         options = GenerateOptions.parse(**self._config.rollout.generate_options).with_tokenizer(self._scorer.tokenizer)
         own: dict[str, Any] = {"model": engine.model, "seed": self.settings.seed, "needs_log_probs": False}
         samples = [prepared(one, options, id=one.id + _FIRST_SAMPLE_ID, **own) for one in drawn]
@@ -133,10 +145,11 @@ class Evaluator:
         return finished()
 
     def _summary(self, samples: list[dict[str, Any]], record: dict[str, Any]) -> Evaluation:
-        one, scores = self.settings, dict[int, list[float]]()
+        settings, scores = self.settings, dict[int, list[float]]()
         for sample in samples:
             scores.setdefault(sample["prompt_number"], []).extend([sample["score"]] * (sample["score"] is not None))
-        values = prompt_values(scores, one.rollout.samples_per_prompt, one.ks, pass_score=one.pass_score)
+        per_prompt, pass_score = settings.rollout.samples_per_prompt, settings.pass_score
+        values = prompt_values(scores, per_prompt, settings.ks, pass_score=pass_score)
         found = Evaluation(record, samples, values)
         for name, (mean, low, high) in found.estimates.items():
             record[name] = mean
@@ -145,24 +158,24 @@ class Evaluator:
         record |= {
             "prompts": len(scores),
             "samples": len(samples),
-            "unscored": (lost := sum(sample["score"] is None for sample in samples)),
+            "unscored": (num_unscored := sum(sample["score"] is None for sample in samples)),
             "response_length": statistics.fmean(sample["tokens"] for sample in samples),
             "cut_fraction": statistics.fmean(sample["is_cut"] for sample in samples),
         }
-        if lost:
+        if num_unscored:
             errors = [sample["error"] for sample in samples if sample["error"]]
             logger.error(
-                "evaluation %r of version %d: %d of %d samples have no score, and the numbers are of the others: %s",
-                *(one.name, record["version"], lost, len(samples)),
-                f"the reward failed on {len(errors)}, first: {errors[0]}" if errors else "the reward gave them none",
+                "evaluation %r of version %d: %d of %d samples have no score and are left out of the metrics: %s",
+                *(settings.name, record["version"], num_unscored, len(samples)),
+                f"the reward failed on {len(errors)}, first: {errors[0]}" if errors else "the reward returned none",
             )
         return found
 
 
 def evaluate_model(config: RunSettings, path: str) -> list[Evaluation]:
-    """Measure the model in a folder, or on the hub, on all sets of the settings.
+    """Evaluate the model in a folder, or on the hub, on all sets of the settings.
 
-    Its version is that of the run that saved it, 0 for `model.path`, and None for others.
+    The version in the results is that of the run that saved the model, 0 for `model.path`, and None for other models.
     """
     set_up_cpu(build.threads_per_actor(config))
 
@@ -170,7 +183,7 @@ def evaluate_model(config: RunSettings, path: str) -> list[Evaluation]:
         return not looks_local(path) or (Path(path) / file).is_file()
 
     own = {"tokenizer": config.model.tokenizer or (path if has("tokenizer_config.json") else config.tokenizer_path)}
-    if has("config.json"):  # and not only adapters
+    if has("config.json"):  # otherwise it has adapters only
         own["path"] = path
     version = _version_of(Path(path), 0 if path == config.model.path else None)
     config = config.model_copy(update={"model": config.model.model_copy(update=own)})
@@ -184,7 +197,7 @@ def evaluate_model(config: RunSettings, path: str) -> list[Evaluation]:
 
 
 def _version_of(folder: Path, otherwise: int | None) -> int | None:
-    """Read the version of a saved model: the final one of a run, its best one, or a checkpoint."""
+    """Return the version of a saved model: a run's final or best one, or a checkpoint."""
     known = read_json(folder / "coati.json") or read_json(folder / "evaluation.json") or {}
     checkpoint = re.fullmatch(r"version-(\d+)", folder.name)
     return known.get("version", int(checkpoint[1]) if checkpoint else otherwise)

@@ -1,4 +1,4 @@
-"""A maker's side of evaluations: asks for those that are due, makes them with one version of the weights, reports."""
+"""The maker's side of evaluations: asks for a job, evaluates one version of the weights, reports the result."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationWork:
-    """What a maker does besides making experience: `run` makes the evaluation that `poll` found to be due."""
+    """The evaluations that a maker does between its batches: `poll` asks for a job, `run` does it."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class EvaluationWork:
         maker: str,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`reward` is a function that a program brings in place of `[reward]`."""
+        """Create the evaluators. `reward` is a function of the user's program that replaces `[reward]`."""
         self._config = config
         scorers: dict[str, RewardScorer] = {}
         self._evaluators = {one.name: Evaluator(config, one, reward, scorers) for one in config.eval}
@@ -49,16 +49,19 @@ class EvaluationWork:
         self._job: EvalJob | None = None
 
     def poll(self) -> Self | None:
-        """Ask for an evaluation; itself if one is due that this maker is to make."""
+        """Ask the trainer for a job; return self if there is one, so that the caller can `run` it."""
         if not self._evaluators:
             return None
-        incarnation = self._served.incarnation  # read first, so that the version is theirs or a later one's
+        incarnation = self._served.incarnation  # read before the version, which then is of it or of a later one
         job = self._ask("next_evaluation", self._maker, self._served.version, incarnation)
         self._job = None if job is None else EvalJob(*job)
         return None if job is None else self
 
     def run(self, pipeline: ExperiencePipeline, tell: Callable[[], None] = lambda: None) -> None:
-        """Make the evaluation, report it, and save the model if it is the best; no weights change meanwhile."""
+        """Evaluate the served version, save the model if it is the best so far, and report the result.
+
+        The weights cannot change meanwhile. `tell` is called before each batch.
+        """
         job, self._job = self._job, None
         assert job is not None
 
@@ -82,14 +85,17 @@ class EvaluationWork:
                 append_jsonl(path, found.samples)
                 if metric := evaluator.settings.best_by:
                     record["is_best"] = self._keep_best(pipeline, record, metric, folder / "best")
-            except (OSError, CheckpointError) as error:  # what was found is worth more
-                logger.error("a file of evaluation %r of version %d is missing: %s", job.name, version, error)
+            except (OSError, CheckpointError) as error:  # the result matters more than its files
+                logger.error(
+                    "a file of evaluation %r of version %d could not be written; its result is still reported: %s",
+                    *(job.name, version, error),
+                )
             self._ask("evaluated", job, record)
 
     def _keep_best(self, pipeline: ExperiencePipeline, record: Mapping[str, Any], metric: str, path: Path) -> bool:
-        """Save the model if it is better than the one in the folder; whether it is the best so far.
+        """Save the model if it is better than the one in the folder; return whether it is the best so far.
 
-        It is there but not reported if a maker died after it had saved it.
+        A maker that died after saving has not reported: then the folder already has this version.
         """
         best = read_json(path / "evaluation.json") or {}
         if record.get(metric, -math.inf) <= best.get(metric, -math.inf):
@@ -103,6 +109,6 @@ class EvaluationWork:
         return True
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """The trainer's answer; None if it is gone."""
+        """Call a method of the trainer; return its answer, or None if the trainer is gone."""
         what, seconds = f"{method} of maker {self._maker}", self._config.deadlines.update_seconds
         return self._peers.ask(self._trainer, method, *args, what=what, seconds=seconds, should_stop=self._should_stop)

@@ -1,4 +1,4 @@
-"""Seeing what a run does: typed metrics, trackers, progress. Imports neither torch nor rich."""
+"""Monitoring of a run: typed metrics, trackers, progress. Imports neither torch nor rich."""
 
 from coati.monitor.metrics import Max as Max
 from coati.monitor.metrics import Mean as Mean

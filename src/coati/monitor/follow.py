@@ -1,11 +1,11 @@
-"""Sends what a run writes to its trackers, without the run waiting for any of them.
+"""Sends a run's metrics and samples to its trackers. The run never waits for a tracker.
 
-A tracker reads `metrics.jsonl` and `samples.jsonl` while they grow, in a process of its own (an object of your program:
-on a thread). What it could not send is still in the files; `python -m coati.monitor.follow RUN NAME` sends it later.
+Each tracker reads `metrics.jsonl` and `samples.jsonl` while they grow, in its own process (a Python object: on a
+thread). What it could not send is still in the files; `python -m coati.monitor.follow RUN NAME` sends it later.
 
-    driver ── appends ──► metrics.jsonl, samples.jsonl ── reads ──► process of a tracker ──► wandb, mlflow, …
-           ── the end of the run, on stdin ───────────────────────►
-           ◄── why it failed, on stdout ──────────────────────────
+    driver ── appends ──► metrics.jsonl, samples.jsonl ── reads ──► tracker process ──► wandb, mlflow, …
+           ── end of the run, on stdin ───────────────────────────►
+           ◄── error message, on stdout ───────────────────────────
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS: Final = 1.0
 _WAIT_SECONDS: Final = 30.0  # for all trackers together, after the end of the run
 _STUCK_SECONDS: Final = 600
-_SUCCESS: Final = b"."  # what the driver writes at the end of a run that did not fail
-_FAILED: Final = "%s failed; training continues without it. %s"
+_SUCCESS: Final = b"."  # the driver writes it at the end of a run that did not fail
+_FAILED: Final = "Tracker %s failed; training continues without it. %s"
 
 
 class _Follower(NamedTuple):
     name: str
     end: IO[bytes]
-    """Takes what the driver says at the end of the run."""
+    """Pipe through which the driver reports the end of the run."""
     work: Future[None]
 
 
 @contextlib.contextmanager
 def following(folder: Path, trackers: Sequence[str | Tracker]) -> Iterator[None]:
-    """Have trackers follow the run in `folder` inside the `with` block. If one fails, a warning says so, once."""
+    """Send the run in `folder` to the trackers during the `with` block. A failure is one warning per tracker."""
     started = (_start(folder.resolve(), tracker) for tracker in trackers)
     followers, outcome = [follower for follower in started if follower is not None], b""
     try:
@@ -57,12 +57,12 @@ def following(folder: Path, trackers: Sequence[str | Tracker]) -> Iterator[None]
         outcome = _SUCCESS
     finally:
         for follower in followers:
-            with contextlib.suppress(OSError):  # it has failed
+            with contextlib.suppress(OSError):  # the tracker has failed
                 follower.end.write(outcome)
                 follower.end.close()
         wait([follower.work for follower in followers], _WAIT_SECONDS)
         if late := [follower.name for follower in followers if not follower.work.done()]:
-            logger.warning("%s: still sending after %g s; the run does not wait.", ", ".join(late), _WAIT_SECONDS)
+            logger.warning("%s: still sending after %g s. The run ends anyway.", ", ".join(late), _WAIT_SECONDS)
 
 
 def _start(folder: Path, tracker: str | Tracker) -> _Follower | None:
@@ -71,12 +71,12 @@ def _start(folder: Path, tracker: str | Tracker) -> _Follower | None:
         name, end = type(tracker).__name__, os.fdopen(writing, "wb")
         work = functools.partial(_follow_here, RowReader(folder, seen=time.time()), tracker, reading)
         return _Follower(name, end, run_in_background(work, name=f"tracker-{name}"))
-    # In a session of its own, because Ctrl-C in a terminal must not end it. -P: without the working directory.
-    # -u: what a package prints before it ends its process is in the log.
+    # A new session, because Ctrl-C in a terminal must not end it. -P: the working directory is not on sys.path.
+    # -u: unbuffered, so that the log has what a package prints before it ends the process.
     command = [sys.executable, "-P", "-u", "-m", __name__, str(folder), tracker, "--live"]
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-    except OSError as error:  # no memory, or too many processes
+    except OSError as error:  # out of memory, or too many processes
         logger.warning(_FAILED, tracker, f"Its process could not be started: {error}.")
         return None
     assert process.stdin is not None
@@ -89,9 +89,9 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, name: str) -> None:
     with process.stdout:
         reason = process.stdout.read().decode(errors="replace").strip()
     if reason or process.wait():
-        reason = reason or f"its process ended with code {process.returncode}"
+        reason = reason or f"its process exited with code {process.returncode}"
         remedy = f"To send the rest later: python -m {__name__} {folder} {name}"
-        logger.warning(_FAILED, name, f"{reason} (more in {folder / 'trackers' / name}.log). {remedy}")
+        logger.warning(_FAILED, name, f"{reason} (see {folder / 'trackers' / name}.log). {remedy}")
 
 
 def _follow_here(reader: RowReader, tracker: Tracker, end: int) -> None:
@@ -99,27 +99,30 @@ def _follow_here(reader: RowReader, tracker: Tracker, end: int) -> None:
         follow(reader, tracker, end)
     except Exception as error:
         logger.warning(_FAILED, type(tracker).__name__, f"{type(error).__name__}: {error}")
+    finally:
+        os.close(end)
 
 
 class RowReader:
     """Reads the rows of a run while it writes them, each with the samples that belong to it.
 
-    Samples of a weight version belong to the row with the makers' numbers of it. When a run continues from an earlier
-    step its files are replaced. They are then read again, without rows up to `seen`, the `time` of the last one read.
+    The samples of a weight version belong to the row that has the makers' metrics of this version. When a run continues
+    from an earlier step, its files are replaced. They are then read from the start, without rows up to `seen`, the
+    `time` of the last row read.
     """
 
     def __init__(self, folder: Path, seen: float = 0.0) -> None:
         self.seen = self._known = seen
         self._rows, self._texts = folder / "metrics.jsonl", folder / "samples.jsonl"
         self._files: dict[Path, BinaryIO] = {}
-        self._samples: list[dict[str, Any]] = []  # of versions whose rows are still to come
+        self._samples: list[dict[str, Any]] = []  # of versions whose rows are not written yet
 
     def read(self) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Yield the rows that were not read yet."""
+        """Yield the new rows, each with its samples."""
         if not all(path.exists() and os.path.samefile(path, file.fileno()) for path, file in self._files.items()):
             self._files, self._samples, self._known = {}, [], self.seen
         rows = self._new_lines(self._rows)
-        self._samples += self._new_lines(self._texts)  # they are written before the rows that they belong to
+        self._samples += self._new_lines(self._texts)  # written before the rows that they belong to
         for row in rows:
             is_done = "reward/mean" in row
             mine = [sample for sample in self._samples if is_done and sample["version"] <= row["version"]]
@@ -139,7 +142,7 @@ class RowReader:
 
 
 def follow(reader: RowReader, tracker: Tracker, end: int | None, on_sent: Callable[[], None] = lambda: None) -> None:
-    """Send rows to a tracker until the file descriptor `end` tells that the run has ended; None: what is there."""
+    """Send rows to a tracker until the file descriptor `end` reports the end of the run. None: send what is there."""
     is_over = False
     while not is_over:
         on_sent()
@@ -154,7 +157,10 @@ def follow(reader: RowReader, tracker: Tracker, end: int | None, on_sent: Callab
 
 
 def main(folder: Path, name: str, *, is_live: bool) -> None:
-    """Send what is not sent yet of a run (`trackers/NAME.json` knows), and while it `is_live` what it writes later."""
+    """Send the rows of a run that tracker NAME does not have yet, and with `is_live` also those still to be written.
+
+    `trackers/NAME.json` in the run's folder holds the tracker's id of the run, and the time of the last row sent.
+    """
     path = folder / "trackers" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     state = {"id": "", "seen": 0.0} | (json.loads(path.read_bytes()) if path.is_file() else {})
@@ -175,7 +181,7 @@ def main(folder: Path, name: str, *, is_live: bool) -> None:
 
 
 def _main_of_process(folder: Path, name: str) -> None:
-    """Run beside the driver: what the package prints goes to a file, and only why it failed to the driver."""
+    """Run as a child of the driver: the package's output goes to a log file, an error message to the driver."""
     os.nice(5)
     report = os.dup(1)
     (folder / "trackers").mkdir(exist_ok=True)
@@ -184,9 +190,9 @@ def _main_of_process(folder: Path, name: str) -> None:
         os.dup2(log.fileno(), 2)
     try:
         main(folder, name, is_live=True)
-    except BaseException as error:  # packages may exit
+    except BaseException as error:  # packages may call sys.exit
         os.write(report, error_text(error).encode(errors="backslashreplace"))
-        os.close(report)  # the driver need not wait for what packages do at the end of a process
+        os.close(report)  # the driver need not wait for the packages' exit handlers
         sys.exit(1)
 
 

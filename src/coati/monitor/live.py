@@ -1,4 +1,4 @@
-"""Progress on a console: numbers and a bar kept up to date in a terminal, a line now and then elsewhere."""
+"""Progress on a console: a live line with a bar in a terminal, a new line every few seconds elsewhere."""
 
 import datetime
 import logging
@@ -18,39 +18,39 @@ _PLAIN_EVERY_SECONDS = 3.0
 
 
 class LiveView:
-    """Shows snapshots while it is open."""
+    """Context manager that shows snapshots of a run on a console."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._last_line = 0.0
         self._last_message = ""
-        self._unseen: RunSnapshot | None = None
+        self._unprinted: RunSnapshot | None = None
 
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.__enter__()
-            _log_to_stderr()  # which prints above the view while it is shown
+            _log_to_stderr()  # messages then appear above the live line
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         if self._live is not None:
             self._live.__exit__(*exc_info)
             _log_to_stderr()
-        elif self._unseen is not None:
-            self._print(self._unseen)
+        elif self._unprinted is not None:
+            self._print(self._unprinted)
 
     def show(self, snapshot: RunSnapshot) -> None:
-        """Draw the snapshot."""
+        """Show a snapshot; without a terminal, only if one is due."""
         if self._live is not None:
             bar = ProgressBar(total=snapshot.total_steps or None, completed=snapshot.step)
             self._live.update(Group(Text(plain_line(snapshot)), bar), refresh=True)
             return
-        self._unseen, now = snapshot, time.monotonic()
+        self._unprinted, now = snapshot, time.monotonic()
         is_due = snapshot.message != self._last_message or now - self._last_line >= _PLAIN_EVERY_SECONDS
-        # After the last step comes its weight update: the last line waits for that.
+        # The line of the last step waits for the weight update after it.
         if is_due and (snapshot.step != snapshot.total_steps or snapshot.message):
-            self._last_line, self._last_message, self._unseen = now, snapshot.message, None
+            self._last_line, self._last_message, self._unprinted = now, snapshot.message, None
             self._print(snapshot)
 
     def _print(self, snapshot: RunSnapshot) -> None:
@@ -58,14 +58,14 @@ class LiveView:
 
 
 def _log_to_stderr() -> None:
-    """Have log messages use what `sys.stderr` is now: the live view replaces it."""
+    """Point log handlers at the current `sys.stderr`, which the live view replaces."""
     for handler in logging.getLogger().handlers:
         if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)
 
 
 def plain_line(snapshot: RunSnapshot) -> str:
-    """Return the snapshot as one line, as far as its numbers are known.
+    """Format a snapshot as one line. Unknown numbers are left out.
 
     >>> plain_line(RunSnapshot(step=30, total_steps=60, version=29, reward=0.5, seconds_per_step=0.4))
     'step 30/60 (50%), reward 0.500, version 29, 0:00:00 elapsed, 0:00:12 left'
@@ -76,7 +76,7 @@ def plain_line(snapshot: RunSnapshot) -> str:
         times.append(f"{_clock(snapshot.seconds_left)} left")
     if message and step == 0:
         return ", ".join([message, *times])
-    # Rounded down: 100% is for a run that is done.
+    # Rounded down: 100% means that the last step is done.
     facts = [f"step {step}/{total} ({min(100 * step // total, 100)}%)" if total > 0 else f"step {step}"]
     if snapshot.reward is not None:
         facts.append(f"reward {snapshot.reward:.3f}")

@@ -1,4 +1,4 @@
-"""Typed metric values, which say how two of them become one, and the files that they are written to.
+"""Typed metric values, each with its reduction, and the JSONL files that hold them.
 
 docs/metrics.md describes every metric.
 """
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metric:
-    """A number, and how it merges with another of its kind."""
+    """A number with its reduction."""
 
     value: float
 
     def merge(self, other: Self) -> Self:
-        """Return the one number for both."""
-        return type(self)(self._joined(self.value, other.value))
+        """Combine both values into one metric."""
+        return type(self)(self._reduce(self.value, other.value))
 
     @staticmethod
-    def _joined(one: float, other: float) -> float:
+    def _reduce(one: float, other: float) -> float:
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Mean(Metric):
-    """A weighted mean. A weight of 0 says that nothing was seen: such a value never counts, even if it is NaN (0 / 0).
+    """A weighted mean. A weight of 0 means no data: such a value never counts, even if it is NaN (0 / 0).
 
     >>> Mean(1.0, weight=3).merge(Mean(5.0, weight=1))
     Mean(value=2.0, weight=4)
@@ -44,7 +44,7 @@ class Mean(Metric):
     weight: float = 1.0
 
     def merge(self, other: Self) -> Self:
-        """Return the mean of all that both were made from."""
+        """Combine both into their weighted mean."""
         if self.weight == 0 or other.weight == 0:
             return other if self.weight == 0 else self
         weight = self.weight + other.weight
@@ -55,28 +55,28 @@ class Sum(Metric):
     """A total."""
 
     @staticmethod
-    def _joined(one: float, other: float) -> float:
+    def _reduce(one: float, other: float) -> float:
         return one + other
 
 
 class Max(Metric):
-    """The greatest value seen. NaN wins, in either order, because it is a fault that must be seen."""
+    """The largest value. NaN wins in either order: it is a fault that must stay visible."""
 
     @staticmethod
-    def _joined(one: float, other: float) -> float:
+    def _reduce(one: float, other: float) -> float:
         return one if math.isnan(one) or one >= other else other
 
 
 class Min(Metric):
-    """The least value seen. NaN wins, as with `Max`."""
+    """The smallest value. NaN wins, as with `Max`."""
 
     @staticmethod
-    def _joined(one: float, other: float) -> float:
+    def _reduce(one: float, other: float) -> float:
         return one if math.isnan(one) or one <= other else other
 
 
 def merge_metrics(held: dict[str, Metric], metrics: Mapping[str, Metric]) -> None:
-    """Merge metrics by name into those that are held; a name keeps its kind."""
+    """Merge `metrics` into `held` by name. The type of a metric must not change."""
     for name, metric in metrics.items():
         old = held.get(name)
         assert old is None or type(old) is type(metric), f"{name} was {old} and is {metric} now"
@@ -84,7 +84,7 @@ def merge_metrics(held: dict[str, Metric], metrics: Mapping[str, Metric]) -> Non
 
 
 def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the numbers by name. A `Mean` of weight 0 has seen nothing and is left out."""
+    """Return the values by name, without means of weight 0, which have no data."""
     return {
         name: float(metric.value)
         for name, metric in metrics.items()
@@ -93,21 +93,21 @@ def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Add a line for each record to a file. JSON has no NaN or infinity: as values they become null."""
+    """Append one line per record to a file. NaN and infinity, which JSON lacks, become null (top level only)."""
     rows = ({key: _finite(value) for key, value in record.items()} for record in records)
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    # A lone surrogate cannot be UTF-8; backslashreplace writes it as JSON spells it.
+    # UTF-8 cannot encode a lone surrogate; backslashreplace writes it as the JSON escape.
     with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(lines)
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Read what `append_jsonl` wrote, without an incomplete last line; null becomes NaN. DataError if damaged."""
+    """Read a file of `append_jsonl`. null becomes NaN, an incomplete last line is ignored. DataError if damaged."""
     return parse_jsonl(path, Path(path).read_bytes())
 
 
 def parse_jsonl(path: str | Path, text: bytes) -> list[dict[str, Any]]:
-    """Parse what was read from a file, as `read_jsonl` does."""
+    """Parse the content of a file as `read_jsonl` does; `path` is for errors."""
     records = []
     for number, line in enumerate(text.splitlines(keepends=True), start=1):
         try:
@@ -123,7 +123,7 @@ def parse_jsonl(path: str | Path, text: bytes) -> list[dict[str, Any]]:
 
 
 def cut_jsonl(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Leave the records in a file that are to be kept, and return them; a file that is not there has none."""
+    """Remove the records that `keeps` rejects from a file, atomically. Return the others, none if there is no file."""
     kept = [record for record in read_jsonl(path) if keeps(record)] if path.is_file() else []
     if path.is_file():
         new = path.with_name(f".{path.name}.new")
@@ -134,14 +134,17 @@ def cut_jsonl(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> list[di
 
 
 def load_metrics(run: str | Path) -> pandas.DataFrame:
-    """Load a run's metrics as a pandas DataFrame: a row per `step`; what is told once in a version is NaN elsewhere."""
+    """Load a run's metrics as a pandas DataFrame, one row per `step`.
+
+    Metrics that are written once per weight version are NaN in its other rows.
+    """
     try:
         import pandas
     except ImportError as error:
         raise ConfigError(
-            f"load_metrics needs pandas, which cannot be imported ({error}). pip install pandas"
+            f"load_metrics needs pandas, which cannot be imported ({error}). Run pip install pandas."
         ) from None
-    # The file has the evaluation of the final model in a row of its own, after that of the last step.
+    # The evaluation of the final model has a row of its own, with the number of the last step.
     return pandas.DataFrame(read_jsonl(Path(run) / "metrics.jsonl")).groupby("step").first()
 
 

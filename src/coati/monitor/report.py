@@ -1,4 +1,4 @@
-"""What a run left in its folder, finished or not: the few facts, the course of its metrics, samples, times."""
+"""The content of a run's report, for finished and running runs: key figures, metric curves, samples, and times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coati.monitor.timeline import ACTIVITIES, Span, is_idle
 
 _METRICS: Final = "metrics.jsonl"
 _SPANS: Final = "spans.jsonl"
-NUM_SAMPLES: Final = 3
+_NUM_SAMPLES: Final = 3
 _TERM: Final = "reward/term_"
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _MAX_BARS: Final = 24  # of a sparkline in a table of 80 columns
@@ -32,56 +32,56 @@ _CHART: Final = """<svg width="470" height="150" viewBox="-10 -26 470 150" font-
 
 _CURVES: Final = (
     ("reward/mean", "mean reward"),
-    ("kl/per_sample", "KL to the initial model, nats per sample"),
-    ("response/length", "response tokens"),
-    ("response/cut_fraction", "fraction of responses cut at the limit"),
-    ("policy/entropy", "entropy, nats per token"),
-    ("policy/clip_fraction", "fraction of tokens clipped"),
-    ("policy/grad_norm", "norm of the actor's gradient"),
-    ("value/explained_variance", "explained variance of the critic"),
-    ("optim/actor_lr", "learning rate of the actor"),
-    ("train/age_mean", "age of the data, versions"),
-    ("trainer/busy_share", "trainer: share of time training"),
-    ("maker/busy_share", "makers: share of time working"),
+    ("kl/per_sample", "KL to initial model (nats/sample)"),
+    ("response/length", "response length (tokens)"),
+    ("response/cut_fraction", "truncated responses (fraction)"),
+    ("policy/entropy", "policy entropy (nats/token)"),
+    ("policy/clip_fraction", "clipped tokens (fraction)"),
+    ("policy/grad_norm", "actor gradient norm"),
+    ("value/explained_variance", "critic explained variance"),
+    ("optim/actor_lr", "actor learning rate"),
+    ("train/age_mean", "data staleness (versions)"),
+    ("trainer/busy_share", "trainer busy (fraction of time)"),
+    ("maker/busy_share", "makers busy (fraction of time)"),
 )
 
-# A run begins when some actor does one of these for the first time; before that it starts up.
+# The first of these activities ends the start-up of a run.
 _FIRST_WORK: Final = frozenset({"generate", "train", "wait_data"})
 TOTALS: Final = ("worked", "waited", "absent", "other")
 _MAKER_WAITS: Final = {
     "wait_rewards": "waited for reward functions",
     "wait_weights": "waited for weights",
     "wait_room": "waited for room in the buffer",
-    "absent": "had finished, or were not there",
+    "absent": "had finished or were absent",
 }
 _NOTABLE_SHARE: Final = 0.15
-_PAUSE_SECONDS: Final = 5.0  # in which no actor did anything: the run had ended, and was resumed
+_PAUSE_SECONDS: Final = 5.0  # without a span of any actor: the run had ended and was resumed
 _MAX_COLUMNS: Final = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """What a run has written so far."""
+    """The files of a run, as far as they are written."""
 
     path: Path
     metrics: list[dict[str, Any]]  # one row of numbers per training step
     samples: list[dict[str, Any]]
-    spans: dict[str, list[Span]]  # what each actor did when
-    error: str = ""  # why it failed
+    spans: dict[str, list[Span]]  # by actor
+    error: str = ""  # the error that ended the run
 
     def series(self, metric: str) -> list[tuple[float, float]]:
-        """Return the finite values of one metric, with their training steps."""
+        """Return the finite values of a metric as (step, value) points."""
         points = ((row["step"], row[metric]) for row in self.metrics if metric in row and "step" in row)
         return [(float(x), float(y)) for x, y in points if math.isfinite(x) and math.isfinite(y)]
 
 
 def read_run(path: Path) -> RunFolder:
-    """Read a run's folder; ConfigError if it is none, DataError if a file in it is damaged."""
+    """Read a run's folder. ConfigError if it is not the folder of a run, DataError if a file in it is damaged."""
     rule = f"RUN_FOLDER must be the output folder of a run (its run.output), got {str(path)!r}"
     if not path.is_dir():
         raise ConfigError(f"{rule}, which {'is a file' if path.exists() else 'does not exist'}.")
-    why = file.read_text(encoding="utf-8") if (file := path / "error.txt").is_file() else ""
-    if not (path / _METRICS).exists() and not (path / _SPANS).exists() and not why:
+    cause = file.read_text(encoding="utf-8") if (file := path / "error.txt").is_file() else ""
+    if not (path / _METRICS).exists() and not (path / _SPANS).exists() and not cause:
         raise ConfigError(f"{rule}, which has neither {_METRICS} nor {_SPANS}.")
     metrics, samples, rows = map(_rows, (path / _METRICS, path / "samples.jsonl", path / _SPANS))
     spans: dict[str, list[Span]] = {}
@@ -90,8 +90,8 @@ def read_run(path: Path) -> RunFolder:
             spans.setdefault(row.pop("actor"), []).append(Span(**row))
     except (KeyError, TypeError) as error:
         raise DataError(f"{path / _SPANS} cannot be read: {error}. Restore the file.") from None
-    run = RunFolder(path=path, metrics=metrics, samples=samples, spans=spans, error=why)
-    if not run.metrics and not run.spans and not why:
+    run = RunFolder(path=path, metrics=metrics, samples=samples, spans=spans, error=cause)
+    if not run.metrics and not run.spans and not cause:
         raise ConfigError(f"the run in {str(path)!r} has written nothing yet. Try again after its first step.")
     return run
 
@@ -104,7 +104,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
-    """Return the few facts at the top of a report as (name, value) pairs, as far as the run has them."""
+    """Return the key figures at the top of a report as (name, value) pairs. Unknown ones are left out."""
     facts: list[tuple[str, str]] = []
     rewards = [reward for _, reward in run.series("reward/mean")]
     if rewards:
@@ -113,42 +113,42 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
         facts.append(("training steps", f"{max(row['step'] for row in run.metrics):,}"))
     for kind in ("makers", "trainers"):
         if restarts := run.series(f"restarts/{kind}")[-1:]:
-            facts += [(f"restarts of {kind}", f"{restarts[0][1]:,.0f}")] * bool(restarts[0][1])
+            facts += [(f"{kind[:-1]} restarts", f"{restarts[0][1]:,.0f}")] * bool(restarts[0][1])
     if times is not None:
-        facts.append(("time, without start-up and pauses", format_seconds(times.elapsed)))
+        facts.append(("time without start-up and pauses", format_seconds(times.elapsed)))
     return facts
 
 
 def first_and_last(values: Sequence[float]) -> tuple[float, float]:
-    """Return the means at either end of a course, over a quarter of its values, at most ten."""
+    """Return the mean of the first and of the last quarter of the values, at most ten values each."""
     ends = max(1, min(10, len(values) // 4))
     return statistics.fmean(values[:ends]), statistics.fmean(values[-ends:])
 
 
 def curves(run: RunFolder) -> dict[str, list[tuple[float, float]]]:
-    """Return the course of the metrics that have two points or more, by what each is: steps and values."""
+    """Return the metrics with at least two points by title, as (step, value) points."""
     terms = sorted({name for row in run.metrics for name in row if name.startswith(_TERM)})
     found = {name for row in run.metrics for name in row if name.startswith("eval/") and "@" in name}
     shown = [name for name in sorted(found) if not name.endswith(("_low", "_high"))]
     titles = {name: name.removeprefix("eval/").replace("/", " ") for name in shown} | dict(_CURVES[:1])
     titles |= {name: f"reward term: {name.removeprefix(_TERM)}" for name in terms} | dict(_CURVES)
-    courses = {title: run.series(name) for name, title in titles.items()}
-    return {title: points for title, points in courses.items() if len(points) > 1}
+    series = {title: run.series(name) for name, title in titles.items()}
+    return {title: points for title, points in series.items() if len(points) > 1}
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draw values as bars from the least to the greatest; many are averaged in groups.
+    """Draw values as bars, scaled from the smallest to the largest. Long series are averaged in groups.
 
     >>> sparkline([0.0, 1.0, 2.0, 7.0])
     '▁▂▃█'
     """
     means = _thinned(values, _MAX_BARS)
-    low, reach = min(means), (max(means) - min(means)) or 1.0
-    return "".join(_BARS[round((mean - low) / reach * (len(_BARS) - 1))] for mean in means)
+    low, height = min(means), (max(means) - min(means)) or 1.0
+    return "".join(_BARS[round((mean - low) / height * (len(_BARS) - 1))] for mean in means)
 
 
 def chart(title: str, points: Sequence[tuple[float, float]]) -> str:
-    """Draw a metric over training steps, as an SVG picture with the ends of both axes."""
+    """Draw a metric over training steps as an SVG chart, with the ends of both axes labelled."""
     steps, values = (_thinned(numbers, _MAX_POINTS) for numbers in zip(*points, strict=True))
     low, high = min(values), max(values)
     width, height = (steps[-1] - steps[0]) or 1.0, (high - low) or 1.0
@@ -160,30 +160,30 @@ def chart(title: str, points: Sequence[tuple[float, float]]) -> str:
     return _CHART.format(title=html.escape(title), line=line, low=low, high=high, **ends)
 
 
-def _thinned(values: Sequence[float], most: int) -> list[float]:
-    """Return at most so many values: means of neighbours."""
-    size = -(-len(values) // most)
+def _thinned(values: Sequence[float], limit: int) -> list[float]:
+    """Return at most `limit` values: means of neighbours."""
+    size = -(-len(values) // limit)
     return [statistics.fmean(values[start : start + size]) for start in range(0, len(values), size)]
 
 
 def chosen_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return a few samples of the first version, and a few of the last."""
+    """Return the first few samples of the first version and of the last."""
     ends = sorted({samples[0]["version"], samples[-1]["version"]})
     return [
-        sample for end in ends for sample in [sample for sample in samples if sample["version"] == end][:NUM_SAMPLES]
+        sample for end in ends for sample in [sample for sample in samples if sample["version"] == end][:_NUM_SAMPLES]
     ]
 
 
 @dataclass(frozen=True)
 class RunTimes:
-    """The times of all actors, in one window: from the first work to the last span."""
+    """How all actors spent one window of time, from the first work to the last span."""
 
-    elapsed: float  # seconds of the window
+    elapsed: float  # length of the window, seconds
     actors: Mapping[str, Mapping[str, float]]
-    """By actor: shares of each activity and of the `TOTALS`: absent before its first and after its last span."""
+    """By actor: share of the window by activity, and of `TOTALS`. Absent: before its first and after its last span."""
 
     def columns(self) -> dict[str, Mapping[str, float]]:
-        """The shares of every actor, or the means of each kind of actors where there are many."""
+        """Return the shares by actor; of many actors, the means by kind."""
         if len(self.actors) <= _MAX_COLUMNS:
             return dict(self.actors)
         kinds: dict[str, list[Mapping[str, float]]] = {}
@@ -196,11 +196,11 @@ class RunTimes:
         }
 
     def verdict(self) -> str:
-        """Say in a sentence or two what limits the run; docs/fast.md says what helps."""
+        """Return a sentence or two on what limits the run; docs/fast.md says what helps."""
         trainers = [shares for shares in self.actors.values() if "train" in shares]
         makers = [shares for shares in self.actors.values() if "generate" in shares]
         name, shares = max(self.actors.items(), key=lambda actor: actor[1]["worked"])
-        busiest = f"{name} worked {shares['worked']:.0%} of the time, more than any other."
+        busiest = f"{name} worked {shares['worked']:.0%} of the time, more than any other actor."
         if not trainers or not makers:
             return busiest
         data = _mean(trainers, "wait_data")
@@ -210,16 +210,16 @@ class RunTimes:
         if max(data, waits[longest]) < _NOTABLE_SHARE:
             limit = "No actor waited long: makers and trainers are in balance."
         elif data < _NOTABLE_SHARE:
-            limit = f"Training is the limit: {maker_waits}."
+            limit = f"Training is the bottleneck: {maker_waits}."
         elif waits[longest] < _NOTABLE_SHARE:
-            limit = f"Generation is the limit: trainers waited for data ({data:.0%})."
+            limit = f"Generation is the bottleneck: trainers waited for data ({data:.0%})."
         else:
-            limit = f"They took turns: trainers waited for data ({data:.0%}), and {maker_waits}."
+            limit = f"Makers and trainers took turns: trainers waited for data ({data:.0%}), and {maker_waits}."
         return f"{busiest} {limit}"
 
 
 def run_times(spans: Mapping[str, Sequence[Span]]) -> RunTimes | None:
-    """Add up the spans of all actors within the window of the run; None if no span tells of work."""
+    """Add up the spans of all actors within the window of the run; None if no actor has started to work."""
     spans = _without_pauses(spans)
     every = [span for own in spans.values() for span in own]
     start = min((span.start for span in every if span.what in _FIRST_WORK), default=None)
@@ -231,7 +231,7 @@ def run_times(spans: Mapping[str, Sequence[Span]]) -> RunTimes | None:
 
 
 def _without_pauses(spans: Mapping[str, Sequence[Span]]) -> dict[str, list[Span]]:
-    """Return the spans moved together where the run had ended before it was resumed."""
+    """Return the spans, shifted so that there is no gap where the run had ended and was resumed."""
     moved: dict[str, list[Span]] = {name: [] for name in spans}
     every = sorted(((name, span) for name, own in spans.items() for span in own), key=lambda one: one[1].start)
     end, pauses = every[0][1].start if every else 0.0, 0.0
@@ -243,7 +243,7 @@ def _without_pauses(spans: Mapping[str, Sequence[Span]]) -> dict[str, list[Span]
 
 
 def _shares(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
-    """Add up one actor's spans."""
+    """Add up one actor's spans, as shares of the window."""
     elapsed = max(end - start, 1e-9)
     shares: dict[str, float] = {}
     for span in spans:

@@ -1,4 +1,4 @@
-"""What a run writes down while it trains: metrics, samples, spans, and the snapshot that a person watches."""
+"""The log of a run: metrics, samples and spans in its folder, and the snapshot that the live view shows."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ _MAX_QUARANTINED: Final = 1000
 
 @dataclass(kw_only=True)
 class RunSnapshot:
-    """A run at one moment, for the person in front of it. What is not known yet is None."""
+    """The state of a run at one moment. Values that are not known yet are None."""
 
     step: int = 0  # training steps done
-    total_steps: int  # training steps planned; 0 if there is no plan
+    total_steps: int  # training steps planned; 0 if unknown
     version: int = 0  # version of the policy's weights
     reward: float | None = None  # mean reward of the newest samples
     kl: float | None = None  # KL to the initial model, in nats per sample
     buffer_batches: int | None = None  # batches waiting in the replay buffer
-    num_made: int = 0  # samples that makers have made: delivered, and taken in by a trainer
-    num_trained: int = 0  # samples that were trained on; the later epochs of a version count as a part of them
-    samples_per_second: float | None = None  # made during the last steps
-    seconds_per_step: float | None = None  # of the last steps
+    num_made: int = 0  # samples that makers delivered and a trainer accepted
+    num_trained: int = 0  # samples trained on; with several epochs, each epoch counts a fraction of a sample
+    samples_per_second: float | None = None  # made, over the last steps
+    seconds_per_step: float | None = None  # over the last steps
     elapsed: float = 0.0  # seconds since training began
     startup: float = 0.0  # seconds before that
-    message: str = ""  # what the run is doing, if the numbers do not show it
-    restarts: Mapping[str, int] = field(default_factory=dict)  # of makers and trainers that died
-    evaluation: str = ""  # what the last evaluation found
+    message: str = ""  # current activity, if the numbers do not show it
+    restarts: Mapping[str, int] = field(default_factory=dict)  # number of restarts of "makers" and of "trainers"
+    evaluation: str = ""  # result of the last evaluation
 
     @property
     def seconds_left(self) -> float | None:
-        """Time to the end at the latest pace; None before the first step, after the last, without a plan."""
+        """Estimated time to the end. None before the first step, after the last, and if `total_steps` is unknown."""
         if self.seconds_per_step is None or self.step >= self.total_steps:
             return None
         return self.seconds_per_step * (self.total_steps - self.step)
 
 
 class RunLog:
-    """Takes the records of makers and trainers, writes them to the run's folder, and keeps what the live view shows.
+    """Writes the records of makers and trainers to the run's folder, and keeps the state that the live view shows.
 
-    `metrics.jsonl` has one row per training step. Numbers of a weight version (what makers report of the samples it
-    wrote, what the update to the next version took) stand in the row of its last step, which is written when makers
-    have moved on to a later version; those of its evaluation in the first row of that version or a later one that is
-    written after they came. Without a folder nothing is written.
+    `metrics.jsonl` has one row per training step. Metrics of a weight version (from the makers that sampled with it,
+    and of the update to the next version) are in the row of its last step, which is written when makers have moved on
+    to a later version. Metrics of an evaluation are in the first row of its version or a later one that is written
+    after the evaluation. Without a folder, nothing is written.
     """
 
     def __init__(
@@ -70,47 +70,48 @@ class RunLog:
         on_begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.state = RunSnapshot(total_steps=total_steps)
-        """Where the run stands. What the log does not see its owner writes there: message, restarts, buffer, made."""
+        """The current state. The log's owner sets `message`, `restarts`, `buffer_batches` and `num_made`."""
         self.stop_reason = ""
-        """Why an evaluation has ended the run."""
+        """Why an evaluation ended the run; empty if none did."""
         self._folder = folder
         self._failed: set[str] = set()  # files that could not be written
         self._num_spans_left = max_spans
         self._shows_warnings = shows_warnings
         self._clock = clock
-        self._rows: deque[dict[str, float]] = deque()  # one for each training step, not yet written
-        self._made: dict[int, dict[str, Metric]] = {}  # what makers report, by version, not yet in a row
+        self._rows: deque[dict[str, float]] = deque()  # one per training step, not written yet
+        self._made: dict[int, dict[str, Metric]] = {}  # metrics of makers by version, not in a row yet
         self._maker_version = 0
         self._total_samples = total_samples
         self._last_row = 0  # the last step that has a row
         self._next_sampled_version = 0
-        self._evaluated: set[tuple[str, int]] = set()  # sets and versions
-        self._news: dict[int, dict[str, float]] = {}  # of evaluations, by version, not yet in a row
+        self._evaluated: set[tuple[str, int]] = set()  # (set, version)
+        self._evaluations: dict[int, dict[str, float]] = {}  # metrics of evaluations by version, not in a row yet
         self._quarantined: set[int] = set()  # ids of the samples in quarantine.jsonl
-        self._restarted_at: list[int] = []  # versions from which trainers continued
+        self._restarted_at: list[int] = []  # the version that each restart of the trainers continued from
         self._on_begin = on_begin
         self._opened = self._started = self._clock()
-        self._note_pace()
+        self._reset_pace()
 
     def begin(self) -> None:
-        """Training starts now: the pace and samples per second leave out what came before."""
+        """Start the clock of training: pace and samples per second exclude what came before."""
         self._on_begin()
         self._started = self._clock()
-        self._note_pace()
+        self._reset_pace()
 
     def stand_at(self, step: int, version: int) -> None:
-        """So far has the run come before this start: the pace leaves it out."""
+        """Set the step and version from which the run continues; the pace excludes them."""
         self.state.step, self.state.version = step, version
-        self._note_pace()
+        self._reset_pace()
 
-    def _note_pace(self) -> None:
-        """Measure the pace from here on."""
+    def _reset_pace(self) -> None:
+        """Measure the pace from now on."""
         self._marks = deque([(self._clock(), self.state.step, self.state.num_made)], maxlen=_PACE_STEPS + 1)
 
     def continue_from(self, step: int, version: int, *, is_restart: bool = False) -> None:
-        """Go on after a step: what is known of later ones, here and in the files of the run, is cut off.
+        """Continue after `step`: drop the records of later steps, here and in the run's files.
 
-        `is_restart`: makers have lived on, and what they made of later versions before is left out when it comes.
+        With `is_restart`, makers have kept running: what they report of the dropped versions is ignored, because these
+        are sampled again.
         """
         assert self._folder is not None
         if is_restart:
@@ -120,10 +121,10 @@ class RunLog:
         failed = cut_jsonl(self._folder / "quarantine.jsonl", lambda row: row["version"] < version)
         self._quarantined = {row["sample_id"] for row in failed}
         done = cut_jsonl(self._folder / "evaluations.jsonl", lambda row: row["version"] <= version)
-        self._evaluated, self._news = {(row["name"], row["version"]) for row in done}, {}
-        for found in done:  # their numbers may be in no row yet, or in one that was cut off
+        self._evaluated, self._evaluations = {(row["name"], row["version"]) for row in done}, {}
+        for found in done:  # their metrics may be in no row yet, or in one that was dropped
             if all(row.get(f"eval/{found['name']}/version", -1) < found["version"] for row in rows):
-                self._note_news(found)
+                self._add_evaluation_metrics(found)
         self._rows = deque(row for row in self._rows if row["step"] <= step)
         self._made = {made_by: made for made_by, made in self._made.items() if made_by < version}
         self._last_row = int([{"step": 0}, *rows, *self._rows][-1]["step"])
@@ -132,7 +133,7 @@ class RunLog:
         self.stand_at(step, version)
 
     def take(self, actor: str, records: Iterable[Mapping[str, Any]], spans: Sequence[Span] = ()) -> None:
-        """Take what an actor has recorded, of whatever kind, and what it did when."""
+        """Process the records and spans of an actor."""
         for record in records:
             if "warning" in record:
                 if self._shows_warnings:
@@ -140,30 +141,30 @@ class RunLog:
             elif "quarantined" in record:
                 self._quarantine({"version": record["version"], **record["quarantined"]})
             elif "evaluation" in record:
-                self._take_evaluation(record["evaluation"])
+                self._add_evaluation(record["evaluation"])
             elif "batch" in record:
-                self._take_step(int(record["batch"]), int(record["version"]), _numbers(record["metrics"]))
+                self._add_step(int(record["batch"]), int(record["version"]), _numbers(record["metrics"]))
             else:
-                self._take_made(int(record["version"]), record)
+                self._add_maker_metrics(int(record["version"]), record)
         self._write_rows()
         self._write_spans(actor, spans)
 
-    def _take_made(self, version: int, record: Mapping[str, Any]) -> None:
-        """Take a maker's typed metrics of a batch, and a few samples of it."""
+    def _add_maker_metrics(self, version: int, record: Mapping[str, Any]) -> None:
+        """Merge a maker's metrics of a batch, and write the samples that it reports."""
         if any(start <= version for start in self._restarted_at[record.get("incarnation", 0) :]):
-            return  # trainers continued from before it, and it is made again
+            return  # trainers restarted from before this version, so it is sampled again
         if version > self._maker_version:
             self._complete_version()
             self._maker_version = version
-        # A late record of an older version counts with the current one, if the row of its own is written.
+        # A late record counts for the current version if the row of its own is already written.
         made_by = version if version in self._made else self._maker_version
         merge_metrics(self._made.setdefault(made_by, {}), record["metrics"])
         if record["samples"] and version >= self._next_sampled_version:
             self._next_sampled_version = version + 1
             self._append("samples", [{"version": version, **sample} for sample in record["samples"]])
 
-    def _take_step(self, step: int, version: int, metrics: dict[str, float]) -> None:
-        """Take a trainer's numbers of a step, or of a weight update under its last step."""
+    def _add_step(self, step: int, version: int, metrics: dict[str, float]) -> None:
+        """Add a trainer's metrics of a step, or of the weight update that follows it."""
         now = self.state
         now.step, now.version = max(now.step, step), max(now.version, version)
         if step > self._last_row:
@@ -172,36 +173,36 @@ class RunLog:
             metrics |= {f"restarts/{kind}": float(number) for kind, number in now.restarts.items()}
             self._rows.append({"step": step, "version": version, "time": time.time(), **metrics})
             self._last_row = step
-        elif self._rows:  # of an update; one that took so long that its row is written goes to the next
+        elif self._rows:  # of an update; if the row of its step is already written, they go into the next
             next((row for row in self._rows if row["step"] == step), self._rows[0]).update(metrics)
 
     def _write_spans(self, actor: str, spans: Sequence[Span]) -> None:
-        """Write down what an actor did when, one span a line, as long as there is room."""
+        """Write an actor's spans, one per line, up to the run's limit."""
         if not spans or self._num_spans_left == 0:
             return
         kept = spans[: self._num_spans_left]
         self._append("spans", [{"actor": actor, **span._asdict()} for span in kept])
         self._num_spans_left -= len(kept)
         if self._num_spans_left == 0:
-            logger.warning("spans.jsonl is full; training continues without it. Raise logging.spans_kept.")
+            logger.warning("spans.jsonl is full; no more spans are written. Raise logging.spans_kept to keep more.")
 
     def flush(self) -> None:
-        """Write everything that was reported so far."""
+        """Write everything reported so far."""
         self._complete_version()
         self._write_rows(is_end=True)
 
     def close(self) -> None:
-        """Write all that is left; what evaluations found of the final model has a row of its own."""
+        """Write all that is left. Metrics of the final model's evaluation have a row of their own."""
         self.flush()
-        if self._news:
-            version = max(self.state.version, *self._news)
+        if self._evaluations:
+            version = max(self.state.version, *self._evaluations)
             self._write_row({"step": self.state.step, "version": version, "time": time.time()})
 
     def snapshot(self) -> RunSnapshot:
-        """Return where the run stands."""
+        """Return the current state of the run."""
         clock, now = self._clock(), self.state
-        if now.num_made < self._marks[-1][2]:  # trainers were started again from a checkpoint
-            self._note_pace()
+        if now.num_made < self._marks[-1][2]:  # trainers restarted from a checkpoint
+            self._reset_pace()
         if now.step > self._marks[-1][1]:
             self._marks.append((clock, now.step, now.num_made))
         (first, first_step, first_made), (last, last_step, _) = self._marks[0], self._marks[-1]
@@ -216,7 +217,7 @@ class RunLog:
         )
 
     def _complete_version(self) -> None:
-        """Show the numbers of the version that makers wrote last."""
+        """Show the metrics of the newest version that makers have sampled with."""
         if made := self._made.get(self._maker_version):
             self._show(values_of(made))
 
@@ -240,46 +241,48 @@ class RunLog:
             self._write_row(self._rows.popleft())
 
     def _write_row(self, row: dict[str, float]) -> None:
-        for version in [version for version in self._news if version <= row["version"]]:
-            row |= self._news.pop(version)
+        for version in [version for version in self._evaluations if version <= row["version"]]:
+            row |= self._evaluations.pop(version)
         self._append("metrics", [row])
 
-    def _take_evaluation(self, found: Mapping[str, Any]) -> None:
-        """Write down what an evaluation found, once: a checkpoint holds the last records too."""
+    def _add_evaluation(self, found: Mapping[str, Any]) -> None:
+        """Write the result of an evaluation, once: a trainer restored from a checkpoint reports its last ones again."""
         key = found["name"], found["version"]
         if key in self._evaluated:
             return
         self._evaluated.add(key)
         values = [f"{name} {value:.3f}" for name, value in found.items() if name.startswith("avg@")]
-        said = values[0] if values else "without scores"
-        self.state.evaluation = f"{found['name']} {said} (version {found['version']})"
+        result = values[0] if values else "without scores"
+        self.state.evaluation = f"{found['name']} {result} (version {found['version']})"
         self.stop_reason = found.get("stop", self.stop_reason)
         self._append("evaluations", [{"step": self.state.step, "time": time.time(), **found}])
-        self._note_news(found)
+        self._add_evaluation_metrics(found)
 
-    def _note_news(self, found: Mapping[str, Any]) -> None:
+    def _add_evaluation_metrics(self, found: Mapping[str, Any]) -> None:
         numbers = {f"eval/{found['name']}/{name}": found[name] for name in found.keys() - {"step", "time"}}
-        self._news.setdefault(found["version"], {}).update(_numbers(numbers))
+        self._evaluations.setdefault(found["version"], {}).update(_numbers(numbers))
 
     def _quarantine(self, sample: Mapping[str, Any]) -> None:
-        """Write a sample down, once: a group that is granted again has the same samples."""
+        """Write a quarantined sample, once: a group that is leased again has the same samples."""
         if sample["sample_id"] not in self._quarantined and len(self._quarantined) < _MAX_QUARANTINED:
             self._quarantined.add(sample["sample_id"])
             self._append("quarantine", [sample])
 
     def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write to a file. Losing a log must not lose a run: a file that fails is left alone from then on."""
+        """Append to a file. Losing a log must not end a run: after an error, the file is not written any more."""
         if self._folder is None or name in self._failed:
             return
         try:
             append_jsonl(path := self._folder / f"{name}.jsonl", records)
         except Exception as error:
             self._failed.add(name)
-            logger.warning("%s failed; training continues without it. %s: %s", path, type(error).__name__, error)
+            logger.warning(
+                "%s cannot be written; training continues without it. %s: %s", path, type(error).__name__, error
+            )
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return what has a name of the form area/name and is a number."""
+    """Return the entries whose names have the form area/name and whose values are numbers."""
     numbers = {}
     for name, value in metrics.items():
         with contextlib.suppress(TypeError, ValueError):

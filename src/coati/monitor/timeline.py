@@ -1,8 +1,8 @@
-"""The one account of an actor's time: spans with a start and an end, and sums for its metrics.
+"""How an actor spends its time: spans with a start and an end, and totals by activity.
 
-Everything that speaks of time reads from it: metrics (`take`), performance summaries (`read`), and `coati report`, for
-which the driver writes the spans to `spans.jsonl`. Times are seconds since the epoch, read once per process and
-continued by a monotonic clock: actors of several hosts agree as well as the hosts' clocks do.
+It is the only source of times: for metrics (`take`), performance summaries (`read`), and `coati report`, for which the
+driver writes the spans to `spans.jsonl`. Times are seconds since the epoch: the wall clock is read once per timeline,
+then a monotonic clock continues it. Actors on different hosts agree only as well as the hosts' clocks do.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ACTIVITIES: Final = (
     *("generate", "score", "evaluate", "send", "train", "publish", "commit", "save"),
     *("wait_data", "wait_weights", "wait_room", "wait_prompts", "wait_rewards", "wait_ranks", "wait_delivery"),
 )
-"""Every activity that actors of this project report, in the order in which reports list them; see docs/report.md."""
+"""The activities that actors report, in the order of the report's table; see docs/report.md."""
 
 
 def label_of(what: str) -> str:
-    """Return what reports call an activity, such as "wait for data"."""
+    """Return the label of an activity in reports, such as "wait for data"."""
     return what.replace("wait_", "wait for ").replace("_", " ")
 
 
@@ -36,7 +36,7 @@ def is_idle(what: str) -> bool:
 
 
 class Span(NamedTuple):
-    """One piece of an actor's time."""
+    """An interval of an actor's time spent on one activity."""
 
     what: str
     start: float  # seconds since the epoch
@@ -46,30 +46,31 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class TimeUse:
-    """How a period was spent: seconds of each activity, without counting a moment twice."""
+    """How a period was spent: seconds by activity. No moment counts twice."""
 
     elapsed: float = 0.0
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def after(self, earlier: TimeUse) -> TimeUse:
-        """Return the part of this period that came after `earlier`, which began at the same moment."""
+        """Return the part of this period after `earlier`, a period with the same start."""
         seconds = {what: total - earlier.seconds.get(what, 0.0) for what, total in self.seconds.items()}
         return TimeUse(self.elapsed - earlier.elapsed, seconds)
 
     def spent(self, *activities: str) -> float:
-        """Return the seconds that went into these activities."""
+        """Return the total seconds of these activities."""
         return sum(self.seconds.get(what, 0.0) for what in activities)
 
     def share(self, *activities: str) -> float:
-        """Return the part of the period that went into these activities, 0 to 1."""
+        """Return the fraction of the period spent on these activities, 0 to 1."""
         return min(1.0, self.spent(*activities) / self.elapsed) if self.elapsed > 0 else 0.0
 
 
 class Timeline:
-    """Records what the thread of an actor's loop does, in bounded memory: the oldest spans go if they are not fetched.
+    """Records the activities of the thread that runs an actor's loop, in bounded memory.
 
-    The thread is the one that called `take` last, or made the timeline; what other threads do is left out. It does one
-    thing at a time: a span inside another one interrupts it, so that the outer one is recorded in parts.
+    The thread is the last one that called `take`, or else the one that created the timeline; other threads are ignored.
+    Spans nest: an inner span interrupts the outer one, which is recorded in parts. If more than `capacity` spans are
+    waiting to be fetched, the oldest are dropped.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Timeline:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.version = 0
-        """The version of the weights that spans carry from now on."""
+        """Version of the weights, recorded with every span that ends from now on."""
         self._clock = clock
         self._began = clock()
         self._offset = wall_clock() - self._began
@@ -88,48 +89,48 @@ class Timeline:
         self._totals: dict[str, float] = {}
         self._taken = TimeUse()
         self._thread = threading.get_ident()
-        self._open: list[str] = []  # what the thread is in, the innermost last
-        self._noted = self._began
+        self._open: list[str] = []  # activities in progress, the innermost last
+        self._recorded_until = self._began
 
     @contextlib.contextmanager
     def span(self, what: str) -> Iterator[None]:
-        """Time the body of a `with` statement, also if it raises."""
+        """Time the body of a `with` statement, even if it raises."""
         if threading.get_ident() != self._thread:
             yield
             return
-        self._note()
+        self._record()
         self._open.append(what)
         try:
             yield
         finally:
-            if threading.get_ident() == self._thread:  # else another one has taken over
-                self._note()
+            if threading.get_ident() == self._thread:  # otherwise another thread has taken over
+                self._record()
                 self._open.pop()
 
     def since(self, cursor: int) -> RecordPage[Span]:
-        """Return the spans that ended after `cursor`, as far as they are still kept."""
+        """Return the spans after `cursor` that are still kept; see `RecordLog.since`."""
         return self._log.since(cursor)
 
     def read(self) -> TimeUse:
-        """Return how the time since the beginning was spent, with the span that the thread is in."""
-        return TimeUse(self._note() - self._began, dict(self._totals))
+        """Return how the time since the timeline was created was spent, including the span in progress."""
+        return TimeUse(self._record() - self._began, dict(self._totals))
 
     def take(self) -> TimeUse:
-        """Return how the time since the last call was spent."""
+        """Return how the time since the last call was spent. From now on, the calling thread is the one recorded."""
         if self._thread != threading.get_ident():
             self._thread, self._open = threading.get_ident(), []
         now, earlier = self.read(), self._taken
         self._taken = now
         return now.after(earlier)
 
-    def _note(self) -> float:
-        """Record what the thread has done since the last time; return the time."""
-        start, self._noted = self._noted, self._clock()
-        if self._open and self._noted > start:
+    def _record(self) -> float:
+        """Record the time since the last call under the current activity; return the current time."""
+        start, self._recorded_until = self._recorded_until, self._clock()
+        if self._open and self._recorded_until > start:
             what = self._open[-1]
-            self._log.append(Span(what, start + self._offset, self._noted + self._offset, self.version))
-            self._totals[what] = self._totals.get(what, 0.0) + self._noted - start
-        return self._noted
+            self._log.append(Span(what, start + self._offset, self._recorded_until + self._offset, self.version))
+            self._totals[what] = self._totals.get(what, 0.0) + self._recorded_until - start
+        return self._recorded_until
 
 
 _MAKER_WORK: Final = ("generate", "score", "send")
@@ -137,7 +138,7 @@ _MAKER_WAITS: Final = ("weights", "room", "prompts", "rewards")
 
 
 def maker_metrics(use: TimeUse) -> dict[str, Metric]:
-    """Return a maker's time as metrics; shares are weighted by time, so that those of several makers add up."""
+    """Return a maker's time as metrics. Shares are weighted by time, so they merge correctly across makers."""
     return {
         **{f"wait/{what}_seconds": Sum(use.spent(f"wait_{what}")) for what in _MAKER_WAITS},
         **{f"wait/{what}_share": Mean(use.share(f"wait_{what}"), use.elapsed) for what in _MAKER_WAITS},
@@ -147,7 +148,7 @@ def maker_metrics(use: TimeUse) -> dict[str, Metric]:
 
 
 def trainer_metrics(use: TimeUse) -> dict[str, float]:
-    """Return a trainer's time of one version as metrics."""
+    """Return the time that a trainer spent on one version as metrics."""
     return {
         "trainer/train_seconds": use.spent("train"),
         "trainer/busy_share": use.share("train"),

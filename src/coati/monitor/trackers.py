@@ -1,7 +1,7 @@
-"""Where a run can be watched besides its own files: TensorBoard, wandb, mlflow, trackio, swanlab.
+"""Experiment trackers: TensorBoard, wandb, mlflow, trackio, swanlab.
 
-Each class fits one package to the protocol `Tracker`. They are made in processes of their own (`coati.monitor.follow`),
-because these packages start threads, take over signals and wait for networks.
+Each class adapts one package to the protocol `Tracker`. Each runs in its own process (`coati.monitor.follow`), because
+these packages start threads, install signal handlers and block on the network.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
-_PROJECT: Final = "coati"  # of runs whose options name none
-_MAX_PARAMS: Final = 100  # that mlflow takes at once
+_PROJECT: Final = "coati"  # default project
+_MAX_PARAMS: Final = 100  # that mlflow accepts in one call
 
 
 class Tracker(Protocol):
-    """A further place to write a run to. One that raises is dropped with a warning; training continues."""
+    """Receives the metrics and samples of a run. One that raises is dropped with a warning; training continues."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step. A run that continues from a checkpoint writes some steps again."""
+        """Write the metrics of one step. After a restart or resume, some steps are written again."""
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the samples of the weight version that this step was the last of."""
+        """Write the samples of the weight version that ended with this step."""
 
     def close(self, failed: bool, /) -> None:
-        """Write out what is left; `failed` tells that the run ended with an error."""
+        """Flush and close. `failed` is True if the run ended with an error."""
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker is told: the user's options, and the name or id that it gave the run; empty if that is new."""
+    """The run that a tracker writes."""
 
     folder: Path
     settings: Mapping[str, Any]
-    options: Mapping[str, Any]
-    known_as: str
+    options: Mapping[str, Any]  # the tracker's own, from `[logging.trackers]`
+    known_as: str  # name or id that the tracker gave the run before; empty for a new run
 
 
 class _TensorBoard:
-    """Event files in the run's folder `tensorboard`, with samples on the Text page."""
+    """Writes event files to the folder `tensorboard` of the run; samples are on the Text page."""
 
     def __init__(self, run: TrackedRun) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -55,7 +55,7 @@ class _TensorBoard:
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if step < self._next_step:  # what was written before of this step and later ones is hidden
+        if step < self._next_step:  # START hides what was written earlier for this step and later ones
             self._add(step, session_log=SessionLog(status=SessionLog.START))
         self._next_step = step + 1
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
@@ -79,7 +79,7 @@ class _TensorBoard:
 
 
 class _Mlflow:
-    """A run of MLflow. Options besides those of `mlflow.start_run` are `experiment` and `tracking_uri`."""
+    """Writes an MLflow run. Options: those of `mlflow.start_run`, `experiment` and `tracking_uri`."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._mlflow = importlib.import_module("mlflow")
@@ -89,14 +89,14 @@ class _Mlflow:
         self._mlflow.set_experiment(options.pop("experiment", _PROJECT))
         named = {"run_id": run.known_as} if run.known_as else {"run_name": run.settings["run"]["name"]}
         self.id = self._mlflow.start_run(**{**named, **options}).info.run_id
-        sections = {**run.settings, "eval": {"sets": run.settings.get("eval", [])}}  # a list of tables
-        tables = {} if run.known_as else sections  # parameters cannot be changed
+        sections = {**run.settings, "eval": {"sets": run.settings.get("eval", [])}}  # `eval` is a list of tables
+        tables = {} if run.known_as else sections  # parameters of an existing run cannot change
         params = [(f"{section}.{key}", value) for section, table in tables.items() for key, value in table.items()]
         for first in range(0, len(params), _MAX_PARAMS):
             self._mlflow.log_params(dict(params[first : first + _MAX_PARAMS]))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        named = {re.sub(r"[^\w. :/-]", "_", name): value for name, value in metrics.items()}  # it refuses others
+        named = {re.sub(r"[^\w. :/-]", "_", name): value for name, value in metrics.items()}  # others are refused
         self._mlflow.log_metrics(named, step=step)
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -108,7 +108,7 @@ class _Mlflow:
 
 
 class _Experiment:
-    """What wandb, trackio and swanlab have in common."""
+    """The common part of wandb, trackio and swanlab."""
 
     def __init__(self, package: str, run: TrackedRun, **given: Any) -> None:
         self._package = importlib.import_module(package)
@@ -124,12 +124,12 @@ class _Experiment:
 
 
 class _Wandb(_Experiment):
-    """A run of Weights & Biases: `step` is the axis of its charts, and one table grows by each version's samples."""
+    """Writes a Weights & Biases run: charts over `step`, and one table to which each version's samples are added."""
 
     def __init__(self, run: TrackedRun) -> None:
         name = run.known_as or uuid.uuid4().hex
         super().__init__("wandb", run, id=name, resume="allow", dir=str(run.folder / "trackers"))
-        self._run.define_metric("*", step_metric="step")  # wandb's own steps cannot be written again
+        self._run.define_metric("*", step_metric="step")  # wandb's own step cannot go back
         self._table: Any = None
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -148,7 +148,7 @@ class _Wandb(_Experiment):
 
 
 class _Trackio(_Experiment):
-    """A run of Trackio, which knows runs by their names, with each sample as a trace."""
+    """Writes a Trackio run, which is identified by its name; each sample is a trace."""
 
     def __init__(self, run: TrackedRun) -> None:
         name = run.known_as or f"{run.settings['run']['name']}-{uuid.uuid4().hex[:6]}"
@@ -164,7 +164,7 @@ class _Trackio(_Experiment):
 
 
 class _Swanlab(_Experiment):
-    """An experiment of SwanLab, with a table of samples for each version."""
+    """Writes a SwanLab experiment, with a table of samples for each version."""
 
     def __init__(self, run: TrackedRun) -> None:
         name = run.known_as or uuid.uuid4().hex
@@ -187,7 +187,7 @@ TRACKERS: Final = {
 
 
 def _table_of(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Return samples as columns and rows of texts and numbers; what is neither is spelled as JSON."""
+    """Return the columns and rows of a table of samples. Values other than strings and numbers become JSON."""
     columns = list(dict.fromkeys(name for sample in samples for name in sample))
     rows = [[sample.get(name) for name in columns] for sample in samples]
     plain = (str, int, float)

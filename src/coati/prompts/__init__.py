@@ -1,1 +1,1 @@
-"""Prompts: reading them from files and datasets, and turning them into an endless, keyed stream of batches."""
+"""Prompts: read from files and datasets, and served as an endless stream that every maker can look up."""

@@ -1,4 +1,4 @@
-"""Prompts as a user's data loader gives them."""
+"""Parses batches of prompts from a user's data loader."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +11,10 @@ from coati.experience import UNKNOWN_ID, Sample
 
 
 def parse_prompts(batch: Any) -> list[Sample]:
-    """Samples of a tensor of input_ids, or of a dict of `input_ids`, usually `attention_mask`, ids and columns.
+    """Turn a batch into samples: a tensor of `input_ids`, [B, P], or a dict with `input_ids`.
 
-    Without `sample_ids` their ids are unknown. Raises DataError unless prompts are padded on the left and everything
-    has one entry per prompt.
+    The dict may have an `attention_mask`, `sample_ids`, `group_ids` and columns. Without `sample_ids`, the ids of the
+    samples are `UNKNOWN_ID`. Raises DataError unless prompts are left-padded and every value has one entry per prompt.
 
     >>> [sample.tokens for sample in parse_prompts(torch.tensor([[1, 2], [3, 4]]))]
     [[1, 2], [3, 4]]
@@ -24,7 +24,7 @@ def parse_prompts(batch: Any) -> list[Sample]:
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         found = f"keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
         raise DataError(
-            "a batch from the data loader must be a tensor of input_ids, or a dict with 'input_ids' and "
+            "a batch from the data loader must be a tensor of input_ids, or a dict with 'input_ids' and usually "
             f"'attention_mask', got {found}."
         )
     columns = {name: column.tolist() if isinstance(column, Tensor) else column for name, column in batch.items()}
@@ -81,6 +81,6 @@ def _check_left_padding(input_ids: Tensor, attention_mask: Tensor) -> None:
         )
     if bool((attention_mask.diff(dim=1) < 0).any()) or bool((attention_mask[:, -1] == 0).any()):
         raise DataError(
-            "prompts must be padded on the left: attention_mask must be zeros and then ones in every row, ending in a "
-            "one. Set tokenizer.padding_side = 'left', and mask nothing inside a prompt."
+            "prompts of a batch must be padded on the left: every row of attention_mask must be zeros and then ones, "
+            "at least one. Set tokenizer.padding_side = 'left', and mask no token inside a prompt."
         )

@@ -1,4 +1,4 @@
-"""A table of prompts: JSONL is read here, everything else by `datasets`, which comes with `coati[data]`."""
+"""Loads a table of prompts. JSONL is read here, everything else by `datasets`, which `coati[data]` installs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from coati.errors import DataError
 Row = dict[str, Any]
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""What a single prompt file may be called."""
+"""Suffixes of prompt files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTable:
-    """Rows of a dataset, one of whose columns holds the prompts. Raises DataError if a row has no usable one."""
+    """Rows of a dataset, with one column of prompts. Raises DataError if a row has no valid prompt."""
 
     rows: Sequence[Row]
-    column: str = "prompt"  # the column with the prompts: a non-empty text, or a list of chat messages
-    source: str = "the table"  # the path or name of the table, for errors
-    lines: Sequence[int] = ()  # the line of each row in its file, for errors; empty where rows are not lines
+    column: str = "prompt"  # the column of prompts, each a non-empty text or a list of chat messages
+    source: str = "the table"  # path or name of the table, for errors
+    lines: Sequence[int] = ()  # line number of each row in its file, for errors; empty if rows are not lines
 
     def __post_init__(self) -> None:
         if not self.rows:
             splits = "" if self.source.endswith(".jsonl") else ", or check prompts.split"
-            raise DataError(f"{self.source} has no rows. Add some{splits}.")
+            raise DataError(f"{self.source} has no rows. Add prompts{splits}.")
         for index, row in enumerate(self.rows):
             if self.column not in row:
                 raise DataError(
@@ -49,19 +49,19 @@ class PromptTable:
 
     @property
     def other_columns(self) -> list[str]:
-        """All columns but the prompts, in order of first appearance; a row that lacks one has None there."""
+        """All columns except the prompts, in order of first appearance. Rows need not have all of them."""
         return list(dict.fromkeys(name for row in self.rows for name in row if name != self.column))
 
     def where(self, row: int) -> str:
-        """Name a row in an error."""
+        """Return the location of a row, for errors."""
         return f"{self.source}:{self.lines[row]}" if self.lines else f"{self.source}, row {row}"
 
 
 def looks_local(path: str) -> bool:
-    """Say whether a model or dataset path means this machine rather than a hub.
+    """Return whether a model or dataset path is local rather than a hub name.
 
-    A hub name has at most one slash (`owner/name`). Anything that exists, starts like a path, ends like a prompt file,
-    has more slashes, or lies in a folder that exists is local.
+    A hub name has at most one slash (`owner/name`). A path is local if it exists, starts like a path, has the suffix of
+    a prompt file, has more slashes, or lies in an existing folder.
     """
     if path.startswith(("/", ".", "~")) or path.endswith(FILE_SUFFIXES) or path.count("/") > 1 or Path(path).exists():
         return True
@@ -69,26 +69,26 @@ def looks_local(path: str) -> bool:
 
 
 def check_source(path: str) -> None:
-    """Raise DataError if there can be no prompts at a path, or the `datasets` package that reads them is missing."""
+    """Raise DataError if a path cannot have prompts, or if the `datasets` package is needed and not installed."""
     file = Path(path)
     is_file = file.suffix in FILE_SUFFIXES
     if (is_file and not file.is_file()) or (not is_file and looks_local(path) and not file.is_dir()):
-        rule = "which does not exist" if is_file else f"which is no file ({', '.join(FILE_SUFFIXES)}) and no folder"
+        rule = "which does not exist" if is_file else f"which is neither a folder nor a {'/'.join(FILE_SUFFIXES)} file"
         raise DataError(
-            f"prompts.path is {path!r}, {rule}. Check the path: relative ones count from the folder of the TOML file, "
-            f"then from {Path.cwd()}."
+            f"prompts.path is {path!r}, {rule}. Check the path. A relative path is looked up in the folder of the TOML "
+            f"file, then in {Path.cwd()}."
         )
     if file.suffix != ".jsonl" and importlib.util.find_spec("datasets") is None:
         raise DataError(
-            f"prompts.path {path!r} needs the datasets package. Run pip install 'coati[data]', or write the prompts "
-            "as JSONL, which needs nothing."
+            f"prompts.path {path!r} needs the datasets package. Run pip install 'coati[data]', or convert the prompts "
+            "to JSONL, which needs no package."
         )
 
 
 def load_prompts(path: str | Path, *, split: str = "train", subset: str = "", column: str = "prompt") -> PromptTable:
-    """Load prompts from a .jsonl, .json, .csv or .parquet file, a `datasets` folder, or a `datasets` name.
+    """Load prompts from a .jsonl, .json, .csv or .parquet file, or from a `datasets` folder or hub name.
 
-    A single file is one split, whatever `split` says. `subset` is the configuration of a hub dataset.
+    A single file is one split, so `split` is ignored. `subset` is the configuration of a hub dataset.
     """
     check_source(str(path))
     file = Path(path)
@@ -100,7 +100,7 @@ def load_prompts(path: str | Path, *, split: str = "train", subset: str = "", co
 
 
 def _read_jsonl(path: Path) -> dict[int, Row]:
-    """Rows by line number; blank lines are left out."""
+    """Return the rows by line number, without blank lines."""
     rows: dict[int, Row] = {}
     try:
         with path.open("rb") as file:
@@ -114,7 +114,7 @@ def _read_jsonl(path: Path) -> dict[int, Row]:
 
 def _parse_line(line: bytes, where: str) -> Row:
     try:
-        row = json.loads(line.decode("utf-8-sig"))  # -sig: some editors put a mark at the start of a file
+        row = json.loads(line.decode("utf-8-sig"))  # -sig: some editors write a byte-order mark
         problem = None if isinstance(row, dict) else f"a {type(row).__name__}"
     except UnicodeDecodeError as error:
         problem = f"{error.reason} at byte {error.start} of the line"
@@ -140,7 +140,7 @@ def _read_dataset(name: str, split: str, subset: str) -> list[Row]:
             data = data[split]
     except DataError:
         raise
-    except Exception as error:  # the library raises dozens of kinds; each means that there are no prompts
+    except Exception as error:  # `datasets` raises dozens of types
         cause = error.__cause__ or error
         raise DataError(
             f"prompts.path {name!r} cannot be loaded by `datasets`: {type(cause).__name__}: {str(cause)[:300]}. Check "
@@ -154,8 +154,8 @@ def _read_dataset(name: str, split: str, subset: str) -> list[Row]:
 
 def _read_file(datasets: Any, path: Path) -> list[Row]:
     kind = path.suffix.removeprefix(".")
-    options = {"keep_default_na": False} if kind == "csv" else {}  # the words "NA" and "null" are texts
-    # A cache of our own: the rows are read once, and the file may change before the next run.
+    options = {"keep_default_na": False} if kind == "csv" else {}  # "NA" and "null" are texts
+    # A temporary cache: the rows are read once, and the file may change before the next run.
     with tempfile.TemporaryDirectory(prefix="coati-prompts-") as cache:
         loaded = datasets.load_dataset(kind, data_files=str(path), cache_dir=cache, **options)
         rows: list[Row] = loaded["train"].to_list()
@@ -165,7 +165,7 @@ def _read_file(datasets: Any, path: Path) -> list[Row]:
 
 
 def _prompt_problem(prompt: Any) -> str | None:
-    """Say what came instead of a prompt."""
+    """Return what is wrong with a prompt, or None."""
     if isinstance(prompt, str):
         return _text_problem(prompt)
     if not isinstance(prompt, list):
@@ -185,6 +185,6 @@ def _prompt_problem(prompt: Any) -> str | None:
 def _text_problem(text: str) -> str | None:
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a character, which no tokenizer takes
+    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair, which no tokenizer accepts
         return f"a lone surrogate ({text[error.start]!a} at character {error.start})"
     return None if text else "an empty text"

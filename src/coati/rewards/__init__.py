@@ -1,11 +1,11 @@
-"""Rewards, from the function or model that the settings name to one score per sample.
+"""Rewards: from the function or model in the settings to one score per sample.
 
-    config.reward ──► build_reward ──► FunctionReward ── call_function ──► yours, or one of library/
+    config.reward ──► build_reward ──► FunctionReward ── call_function ──► your function, or one of library/
                             │                 └── RewardProcess ── pipe ──► child ── call_function ──► the same
                             ├──────► ModelReward, WeightedSum
     samples ──► RewardScorer ──► RewardRequest ──► a Reward ──► PendingScores
 
-Names are loaded when they are first used: child processes and checks before a run need no torch.
+Names are imported on first use, because child processes and the checks before a run need no torch.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What a reward is asked, as tokens and as text, and what it answers: a score per sample, NaN where there is none."""
+"""The interface of rewards: a request with tokens and texts in, a score per sample out; NaN means no score."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from coati.errors import ConfigError, RewardError
 from coati.rewards.calling import Verdict
 
-# Enough to hold a whole character and a token that is not special; few enough to decode for every sample.
+# Enough for a whole character and a token that is not special, and cheap to decode for every sample.
 _CONTEXT_TOKENS = 8
 
 Texts = list[str] | Callable[[], list[str]]
 
 
 class RewardRequest:
-    """A batch of finished samples, as text and as tokens: functions read the text, models the tokens.
+    """A batch of finished samples, as texts for functions and as tokens for models.
 
-    Texts may be a function that returns them, called when they are first read. `columns` are further ones of the
-    dataset, B values each. `sequences`, [B, S], is a left-padded prompt, then the response; S = 0 where only the texts
-    are known.
+    `prompts` and `completions` are texts, or functions that return them, called on first use. `columns` are the other
+    columns of the dataset, B values each. `sequences`, [B, S], are left-padded prompts followed by responses; S = 0 if
+    only the texts are known.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class RewardRequest:
         self.sequences, self.attention_mask, self.action_mask = sequences, attention_mask, action_mask
         self.columns = dict(columns or {})
         self.timeout_seconds = math.inf
-        """A deadline besides the reward's own."""
+        """Time limit of this request, if it is shorter than the reward's own."""
 
     def __len__(self) -> int:
         return int(self.sequences.shape[0])
 
     def select(self, rows: list[int]) -> RewardRequest:
-        """Some of the samples."""
+        """Return a request for some of the samples."""
         part = RewardRequest(
             prompts=[self.prompts[row] for row in rows],
             completions=[self.completions[row] for row in rows],
@@ -72,7 +72,7 @@ class RewardRequest:
 
     @cached_property
     def completion_ids(self) -> list[list[int]] | None:
-        """The tokens of the responses, with the one that ends them; None where only the texts are known."""
+        """The token ids of the responses, including the end token; None if only the texts are known."""
         return _response_ids(self.sequences, self.action_mask) if self.sequences.shape[1] else None
 
 
@@ -80,26 +80,28 @@ class Reward:
     """Scores a batch. Subclass it for a reward that is neither a function nor a model."""
 
     name: str
-    """What metrics and errors call it."""
+    """Name in metrics and errors."""
     is_host_work = False
-    """True for a reward that computes with Python and not with models: it runs on a thread while models score."""
+    """True if it uses no model, so that it can run on a thread while models score."""
     timeout_seconds = 1800.0
-    """How long it may take for a batch."""
+    """Deadline for one batch."""
+    start_seconds = 0.0
+    """Time that it may take to start before a call, in addition to `timeout_seconds`."""
 
     def score(self, request: RewardRequest) -> Tensor | Sequence[Verdict]:
-        """Return a score for each sample, [B], or a verdict; what is not finite is no score.
+        """Return one score per sample, [B], or one verdict per sample. A score that is not finite means no score.
 
         Raises:
-            RewardFailed: when it failed on this batch; it is asked again, then for each sample alone.
-            RewardError: when it cannot be used at all.
+            RewardFailed: if it failed on this batch. It is retried, then called for each sample alone.
+            RewardError: if it cannot be used at all.
         """
         raise NotImplementedError
 
 
 class ModelReward(Reward):
-    """Scores tokens with a module called as `model(sequences, attention_mask)`, which returns one score per sequence.
+    """Scores tokens with a module, called as `model(sequences, attention_mask)`, that returns one score per sequence.
 
-    The module is switched to evaluation mode: dropout would make its scores noisy.
+    The module is put into evaluation mode.
     """
 
     def __init__(self, model: Any, name: str = "") -> None:
@@ -107,16 +109,16 @@ class ModelReward(Reward):
         self._model = model.eval() if isinstance(model, nn.Module) else model
 
     def score(self, request: RewardRequest) -> Tensor:
-        """Return one score per sample, [B] float32, on the device of the sequences; NaN for non-finite ones."""
+        """Return one score per sample, [B] float32, on the device of the sequences. Non-finite scores become NaN."""
         parameters = self._model.parameters() if isinstance(self._model, nn.Module) else iter(())
         device = next((parameter.device for parameter in parameters), request.sequences.device)
         with torch.no_grad():
             output = self._model(request.sequences.to(device), request.attention_mask.to(device))
         scores = output["logits"] if isinstance(output, Mapping) else output
         if not isinstance(scores, Tensor) or scores.numel() != len(request):
-            came = f"shape {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+            found = f"shape {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             raise RewardError(
-                f"Reward model {self.name!r} must return one score for each of {len(request)} sequences, got {came}. "
+                f"Reward model {self.name!r} must return one score for each of {len(request)} sequences, got {found}. "
                 "Use coati.models.RewardModel, or a module that returns a tensor [B]."
             )
         scores = scores.reshape(-1).to(request.sequences.device, torch.float32)
@@ -124,22 +126,25 @@ class ModelReward(Reward):
 
 
 class WeightedSum(Reward):
-    """The weighted sum of rewards of different names, which a `RewardScorer` asks one by one; NaN if one of them is."""
+    """The weighted sum of rewards with different names; NaN if one of them is. `RewardScorer` calls them one by one."""
 
     def __init__(self, terms: Sequence[tuple[Reward, float]], name: str = "sum") -> None:
         names = [reward.name for reward, _ in terms]
         if not terms or len(set(names)) != len(names):
-            raise ConfigError(f"reward.terms must be one or more rewards with different names, got {names}.")
+            raise ConfigError(
+                f"reward.terms must be one or more rewards with different names, got {names}. Set a name for each term."
+            )
         self.name = name
         self.terms = tuple(terms)
         self.is_host_work = all(reward.is_host_work for reward, _ in terms)
         self.timeout_seconds = sum(reward.timeout_seconds for reward, _ in terms)
+        self.start_seconds = sum(reward.start_seconds for reward, _ in terms)
 
     def total(self, scores: Mapping[str, Tensor]) -> Tensor:
-        """Add up the scores of the terms, [B] each, by their names."""
+        """Return the weighted sum, [B], of the scores of the terms, [B] each, by name."""
         total = torch.zeros_like(next(iter(scores.values())), dtype=torch.float32)
         for reward, weight in self.terms:
-            # A weight of 0 must not hide that a term failed: 0 × NaN stays NaN.
+            # 0 × NaN is NaN: a weight of 0 does not hide that a term has no score.
             total = total + weight * scores[reward.name].float().to(total.device)
         return total
 
@@ -150,7 +155,7 @@ def decode_prompts(
     attention_mask: Tensor,  # [B, S]
     action_mask: Tensor,  # [B, A] True on response tokens
 ) -> list[str]:
-    """Return the text of each prompt."""
+    """Return the prompts as text."""
     return [_decode(tokenizer, ids) for ids in _prompt_ids(sequences, attention_mask, action_mask)]
 
 
@@ -162,14 +167,14 @@ def decode_completions(
 ) -> list[str]:
     """Return the text that each response adds to its prompt.
 
-    Tokenizers in the style of SentencePiece drop the space of the first token that they decode, so a response is
-    decoded together with the end of its prompt, whose text is then cut off.
+    SentencePiece-style tokenizers drop the space of the first decoded token. So a response is decoded together with the
+    last tokens of its prompt, whose text is then removed.
     """
     contexts = [ids[-_CONTEXT_TOKENS:] for ids in _prompt_ids(sequences, attention_mask, action_mask)]
     texts = []
     for context, response in zip(contexts, _response_ids(sequences, action_mask), strict=True):
         before, whole = _decode(tokenizer, context), _decode(tokenizer, context + response)
-        # They differ where the prompt ends within a character that the response finishes.
+        # `whole` has another start if the prompt ends inside a character that the response completes.
         texts.append(whole.removeprefix(before) if whole.startswith(before) else _decode(tokenizer, response))
     return texts
 
@@ -184,7 +189,7 @@ def _response_ids(sequences: Tensor, action_mask: Tensor) -> list[list[int]]:
 
 
 def _kept(ids: Tensor, mask: Tensor) -> list[list[int]]:
-    """The ids of each row that the mask keeps; padding may be a real token, so only the mask tells."""
+    """Return the ids of each row that the mask selects. Padding may be a real token, so only the mask identifies it."""
     return [list(compress(*row)) for row in zip(ids.tolist(), mask.tolist(), strict=True)]
 
 

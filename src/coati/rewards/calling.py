@@ -1,4 +1,4 @@
-"""Reward functions: how one is found by its name, how it is called, and what it may return. No torch."""
+"""Loads reward functions by name, calls them, and checks what they return. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from coati.errors import ConfigError
 from coati.rewards.library import LIBRARY
 
 OFFERED = ("prompts", "completions", "completion_ids", "timeout_seconds")
-"""What a function can take besides the dataset's columns."""
+"""Arguments that every function can take, besides the dataset's columns."""
 _EXCERPT_LENGTH = 80
 _DETAIL_CHARACTERS = 1000
-_MOST_DETAILS = 8
-_ONLY_IF_NAMED = ("timeout_seconds",)  # all others are lists, one value for each sample
+_MAX_DETAILS = 8
+_ONLY_IF_NAMED = ("timeout_seconds",)  # not passed to **kwargs, which get only lists with one value per sample
 
 
 class CallFailed(Exception):
-    """What a function, or its process, did instead of returning scores. A remedy: the function itself is wrong."""
+    """A call returned no usable scores; `what` says what the function or its process did.
+
+    With a `remedy`, the function itself is wrong, so a retry is pointless.
+    """
 
     def __init__(self, what: str, remedy: str = "") -> None:
         super().__init__(what, remedy)
@@ -39,7 +42,7 @@ class CallFailed(Exception):
 
 
 class Verdict(NamedTuple):
-    """What a function says of one sample: NaN is no score; an error says, in words, how it failed on it."""
+    """The result for one sample: a score (NaN means none), details, and a description of the error if it failed."""
 
     score: float = math.nan
     details: dict[str, Any] | None = None
@@ -49,29 +52,29 @@ class Verdict(NamedTuple):
 def load_reward_function(
     name: str, search_paths: Sequence[Path] = (), options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Return the function of the library that has this name, or import the one that "module:function" names.
+    """Return the reward function of this name from the library, or import "module:function".
 
-    `options` are those of the library's function, or arguments that are the same in every call of your own. ConfigError
-    says why it cannot be loaded.
+    `options` configure a function of the library. For any other function, they are keyword arguments of every call.
+    Raises ConfigError if the function cannot be loaded.
 
     >>> load_reward_function("length", options={"maximum": 3, "unit": "words"})(["so short", "not so short now"])
     [1.0, 0.0]
     """
-    options, is_ours = options or {}, name in LIBRARY
-    function = _imported(f"{__package__}.library.{LIBRARY[name]}" if is_ours else name, search_paths)
-    if not (is_ours or options):
+    options, in_library = options or {}, name in LIBRARY
+    function = _imported(f"{__package__}.library.{LIBRARY[name]}" if in_library else name, search_paths)
+    if not (in_library or options):
         return function
     signature = inspect.signature(function)
     try:
-        (signature.bind if is_ours else signature.bind_partial)(**options)
+        (signature.bind if in_library else signature.bind_partial)(**options)
     except TypeError as error:
         known = ", ".join(signature.parameters)
         raise ConfigError(f"Reward {name!r}: {error}. Its options are {known} (docs/rewards.md).") from None
-    return function(**options) if is_ours else functools.partial(function, **options)
+    return function(**options) if in_library else functools.partial(function, **options)
 
 
 def needed_package(name: str, extra: str = "rewards") -> Any:
-    """Import a package of the library; ConfigError names the extra to install if it is not there."""
+    """Import a package that a library reward needs. ConfigError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -79,16 +82,16 @@ def needed_package(name: str, extra: str = "rewards") -> Any:
 
 
 def require(name: str, is_met: bool, rule: str) -> None:
-    """Raise ConfigError unless the options of a reward meet a rule."""
+    """Raise ConfigError if the options of a reward break a rule."""
     if not is_met:
         raise ConfigError(f"Reward {name!r} needs {rule}. Correct reward.options.")
 
 
 def keyword_parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
-    """Return the parameters that `options` have not decided, True for required ones; and whether it takes others."""
+    """Return the parameters that `options` leave open, True for required ones, and whether there is **kwargs."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some compiled functions do not tell: offer the two that every reward knows
+    except (TypeError, ValueError):  # some compiled functions have no signature
         return {"prompts": True, "completions": True}, False
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {
@@ -100,22 +103,23 @@ def keyword_parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], b
 
 
 def bound_options(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return the arguments that `options` have decided; no column may take their place."""
+    """Return the arguments that `options` set; columns do not override them."""
     return function.keywords if isinstance(function, functools.partial) else {}
 
 
 def call_function(function: Callable[..., Any], offered: Mapping[str, Any], expected: int) -> list[Verdict]:
-    """Call a reward function with those of the offered arguments that it takes.
+    """Call a reward function with those of the `offered` arguments that it takes.
 
-    It returns a number for each sample; None for no score; a table with `score` and details of any name; or an
-    exception, or a table with `error`, where it failed on that sample. Raises CallFailed if it takes other arguments,
-    or does not return `expected` of these; and what the function raises.
+    For each sample it returns a number; None for no score; a dict with `score` and any details; or, if it failed on
+    this sample, an exception or a dict with `error`. Raises CallFailed if it requires other arguments, or does not
+    return `expected` such entries, and passes on what the function raises.
     """
     named, takes_others = keyword_parameters(function)
     if missing := [name for name, is_required in named.items() if is_required and name not in offered]:
         what = f"has the parameter {missing[0]!r}, but it can only be called with {', '.join(offered)}"
-        if missing[0] == "completion_ids":  # of `coati reward check`
-            raise CallFailed(what, "Name a tokenizer (--set model.path=FOLDER), or count words (reward.options.unit)")
+        if missing[0] == "completion_ids":  # only `coati reward check` has none
+            remedy = "Set model.path to a folder with a tokenizer (--set model.path=FOLDER), or reward.options.unit"
+            raise CallFailed(what, f"{remedy} to words")
         raise CallFailed(what, "Rename it, give it a default, name its column in reward.columns, or add the column")
     if takes_others:
         named |= dict.fromkeys(offered.keys() - bound_options(function) - set(_ONLY_IF_NAMED), False)
@@ -130,8 +134,8 @@ def call_function(function: Callable[..., Any], offered: Mapping[str, Any], expe
 
 
 def read_verdicts(returned: Any, expected: int) -> list[Verdict]:
-    """Turn what a function, or a server, returned for a batch into verdicts; see `call_function`."""
-    scores = _listed(returned, expected)  # a generator does its work while it is read
+    """Turn what a function or a server returned for a batch into verdicts; see `call_function`."""
+    scores = _as_list(returned, expected)  # a generator does its work here
     if scores is None:
         raise CallFailed("did not return a list of scores", "Return one number for each completion")
     if len(scores) != expected:
@@ -143,32 +147,32 @@ def read_verdicts(returned: Any, expected: int) -> list[Verdict]:
 
 
 def raised(error: BaseException) -> str:
-    """What a function raised, and where."""
+    """Describe an exception that a function raised, with its location."""
     places = traceback.extract_tb(error.__traceback__)[-1:]
     return f"raised {type(error).__name__}: {error}" + "".join(f" (at {at.filename}:{at.lineno})" for at in places)
 
 
 def excerpt(text: str) -> str:
-    """The beginning of a text, for messages."""
+    """Return the beginning of a text, for messages."""
     return text if len(text) <= _EXCERPT_LENGTH else text[: _EXCERPT_LENGTH - 1] + "…"
 
 
 def recorded(value: Any) -> Any:
-    """A value as JSON has it; of a long one the beginning, as text."""
+    """Return a value in a form that JSON can represent; a long one as truncated text."""
     try:
         text = json.dumps(value, default=str, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):  # NaN, or what contains itself or too much else
+    except (ValueError, RecursionError):  # NaN, a cycle, or nested too deeply
         return str(value) if isinstance(value, float) else type(value).__name__
     return json.loads(text) if len(text) <= _DETAIL_CHARACTERS else text[:_DETAIL_CHARACTERS]
 
 
-def _listed(returned: Any, expected: int) -> list[Any] | None:
-    """Turn what a function returned into a list; None when it is no collection of scores."""
+def _as_list(returned: Any, expected: int) -> list[Any] | None:
+    """Return the result of a function as a list; None if it is not a collection of scores."""
     if hasattr(returned, "detach"):  # a tensor
         return list(returned.detach().cpu().tolist()) if returned.dim() == 1 else None
     if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
         return None
-    # One more than expected is enough to know that there are too many, even if the source never ends.
+    # One more than expected shows that there are too many, even if the generator never ends.
     return list(returned) if hasattr(returned, "__len__") else list(itertools.islice(returned, expected + 1))
 
 
@@ -179,12 +183,12 @@ def _verdict(index: int, value: Any) -> Verdict:
         return Verdict(error=raised(value))
     if not isinstance(value, Mapping):
         return Verdict(_number(index, value))
-    keys = [key for key in value if key not in ("score", "error")][:_MOST_DETAILS]
+    keys = [key for key in value if key not in ("score", "error")][:_MAX_DETAILS]
     details = {str(key): recorded(value[key]) for key in keys}
     if value.get("error") is not None:
         return Verdict(math.nan, details, f"returned an error: {value['error']}"[:_DETAIL_CHARACTERS])
     if "score" not in value:
-        raise CallFailed(f"returned a table without score for completion {index}", "Add the key score")
+        raise CallFailed(f"returned a dict without 'score' for completion {index}", "Add the key")
     return Verdict(_number(index, value["score"]), details)
 
 
@@ -193,11 +197,11 @@ def _number(index: int, value: Any) -> float:
         return math.nan
     if hasattr(value, "detach") and value.numel() == 1:
         value = value.item()
-    # numpy's scalars count as Real; texts that look like numbers do not, on purpose.
+    # numpy scalars are Real. Strings that look like numbers are rejected on purpose.
     if isinstance(value, numbers.Real):
         try:
             return float(value)
-        except OverflowError:  # an int too large for any float is as good as infinite
+        except OverflowError:  # an int that is too large for a float
             return math.inf
     raise CallFailed(
         f"returned {excerpt(repr(value))} ({type(value).__name__}) as score {index}, which is not a number",
@@ -206,8 +210,11 @@ def _number(index: int, value: Any) -> float:
 
 
 def _imported(name: str, search_paths: Sequence[Path]) -> Callable[..., Any]:
-    """Import a function. The search paths come first in `sys.path` during the import, and last from then on, because a
-    reward may import its neighbours when it is called."""
+    """Import "module:function".
+
+    The search paths are first in `sys.path` during the import. Afterwards they are last, because a function may import
+    neighbouring modules when it is called.
+    """
     module_name, _, attribute = name.partition(":")
     if not all(map(str.isidentifier, (attribute, *module_name.split(".")))):
         close = difflib.get_close_matches(name, LIBRARY, n=1)
@@ -216,7 +223,7 @@ def _imported(name: str, search_paths: Sequence[Path]) -> Callable[..., Any]:
         raise ConfigError(f'A reward function must be one of {known}, or "module:function", got {name!r}. {hint}')
     paths = list(dict.fromkeys(str(Path(path).resolve()) for path in search_paths))
     sys.path[:0] = paths
-    importlib.invalidate_caches()  # a file written a moment ago must be seen
+    importlib.invalidate_caches()  # the file may be new
     package = module_name.partition(".")[0]
     spec, loaded = PathFinder.find_spec(package), getattr(sys.modules.get(package), "__file__", None)
     where = spec.origin if spec is not None and spec.has_location else None
@@ -226,15 +233,15 @@ def _imported(name: str, search_paths: Sequence[Path]) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
         if not callable(function := getattr(module, attribute, None)):
             if module_name != "__main__":
-                sys.modules.pop(module_name)  # to be read again when it is corrected
+                sys.modules.pop(module_name)  # so that a corrected file is read again
             public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
             own = [key for key, value in public.items() if getattr(value, "__module__", "") == module_name]
             raise AttributeError(f"it has no function {attribute!r}" + f", but {', '.join(own)}" * bool(own))
     except Exception as error:  # a module may raise anything
         if module_name == "__main__" or attribute == "_lambda_":
             raise ConfigError(
-                f"Function {name!r} was given by a program, and cannot be loaded by its name. Continue the run with "
-                "coati.train(resume=..., reward=...), or put the function into a file and set reward.function to it."
+                f"Function {name!r} was passed by a program and cannot be loaded by name. Continue the run with "
+                "coati.train(resume=..., reward=...), or move the function into a module and set reward.function."
             ) from error
         remedy = "Check the name and reward.search_paths."
         missing = error.name if isinstance(error, ModuleNotFoundError) else None

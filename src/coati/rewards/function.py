@@ -1,4 +1,4 @@
-"""A Python function as a reward, on a thread or in a child process, so that one that hangs cannot freeze a run."""
+"""A Python function as a reward. It runs on a thread or in a child process, so it cannot block a run if it hangs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from coati.errors import RewardError, RewardFailed
 from coati.rewards.base import ModelReward, Reward, RewardRequest, WeightedSum
 from coati.rewards.calling import CallFailed, Verdict, call_function, load_reward_function, raised
 from coati.rewards.library import isolation_of
-from coati.rewards.process import RewardProcess
+from coati.rewards.process import START_SECONDS, RewardProcess
 
-# What a function raises that takes a text for a list of chat messages.
+# Errors of a function that expects chat messages and gets a string.
 _READS_MESSAGES = re.compile(
     r"raised (TypeError: string indices|IndexError: string index|AttributeError: 'str' object has no attribute 'get')"
 )
 
 
 class FunctionReward(Reward):
-    """Scores text with a function called as TRL calls its own: by keyword, with lists of equal length.
+    """Scores text with a function that is called as in TRL: by keyword, with lists of equal length.
 
-    It gets those of `prompts`, `completions`, `completion_ids` and the dataset's columns that its signature names (all
-    if it takes `**kwargs`); `columns` says which column a parameter of another name takes. What it may return:
-    `call_function`. With `messages` each text is a list of one chat message.
+    Of `prompts`, `completions`, `completion_ids` and the dataset's columns, it gets those that its signature names, or
+    all of them if it takes `**kwargs`. `columns` maps a parameter to a column of another name. With `messages`, each
+    text is a list with one chat message. For return values, see `call_function`.
 
-    A call past the deadline raises. Python cannot end the thread: give a `RewardProcess` to have it killed.
+    A call that misses its deadline raises RewardFailed. Its thread cannot be ended; a `RewardProcess` can be killed.
 
     Example:
         >>> def brevity(completions):
@@ -53,27 +53,27 @@ class FunctionReward(Reward):
     ) -> None:
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self.timeout_seconds = timeout_seconds
-        # A function that asks a model on the GPU sets this to False: it would get in the way of the other models.
+        # A function that uses a model on the GPU sets this to False, so that it does not run beside other models.
         self.is_host_work = bool(getattr(function, "is_host_work", True))
         self._columns, self._messages = dict(columns or {}), messages
         self._process: RewardProcess | None = None
         if isinstance(function, RewardProcess):
-            self._process, self._function = function, function.call
+            self._process, self._function, self.start_seconds = function, function.call, START_SECONDS
         else:
             self._function = partial(call_function, function)
 
     def score(self, request: RewardRequest) -> list[Verdict]:
-        """Return what the function says of each sample."""
-        verdicts = self._call(self._offered(request), request)
-        return [one._replace(error=self._said(one.error)) if one.error else one for one in verdicts]
+        """Return the function's verdict on each sample."""
+        verdicts = self._call(self._arguments(request), request)
+        return [one._replace(error=self._message(one.error)) if one.error else one for one in verdicts]
 
-    def _offered(self, request: RewardRequest) -> dict[str, Any]:
+    def _arguments(self, request: RewardRequest) -> dict[str, Any]:
         offered: dict[str, Any] = {**request.columns}
         for parameter, column in self._columns.items():
             if column not in request.columns:
                 known = ", ".join(request.columns) or "none"
                 what = f"takes {parameter!r} from the column {column!r}, but the columns are {known}"
-                raise RewardError(self._said(what, "Correct reward.columns"))
+                raise RewardError(self._message(what, "Correct reward.columns"))
             offered[parameter] = request.columns[column]
         for key, role, texts in (
             ("prompts", "user", request.prompts),
@@ -85,31 +85,31 @@ class FunctionReward(Reward):
         return offered | {"timeout_seconds": min(self.timeout_seconds, request.timeout_seconds)}
 
     def _call(self, offered: Mapping[str, Any], request: RewardRequest) -> list[Verdict]:
-        """Call the function on a daemon thread and wait for it, at most until the deadline."""
+        """Call the function on a daemon thread, and wait until it returns or the deadline passes."""
         seconds = offered["timeout_seconds"]
         try:
             if self._process is not None:
                 self._process.start()
         except CallFailed as error:
-            what = self._said(f"could not be started again: {error.what}", "See the maker's log")
+            what = self._message(f"could not be restarted: {error.what}", "See the maker's log")
             raise RewardError(what) from error
         call = run_in_background(lambda: self._function(offered, len(request)), name=f"reward-{self.name}")
         if not wait([call], timeout=seconds).done:
             if self._process is not None:
                 self._process.kill()
-            whole = "" if seconds == self.timeout_seconds else "its share of "
-            what = f"did not return within {whole}{self.timeout_seconds:g} s"
-            raise RewardFailed(self._said(what, "Make it faster, or raise reward.timeout_seconds"))
+            limit = "" if seconds == self.timeout_seconds else "its share of "
+            what = f"did not return within {limit}{self.timeout_seconds:g} s"
+            raise RewardFailed(self._message(what, "Make it faster, or raise reward.timeout_seconds"))
         if (fault := call.exception()) is None:
             return call.result()
         if isinstance(fault, CallFailed) and fault.remedy:
-            raise RewardError(self._said(fault.what, fault.remedy)) from None
+            raise RewardError(self._message(fault.what, fault.remedy)) from None
         what = fault.what if isinstance(fault, CallFailed) else raised(fault)
-        raise RewardFailed(self._said(what)) from fault
+        raise RewardFailed(self._message(what)) from fault
 
-    def _said(self, what: str, remedy: str = "") -> str:
+    def _message(self, what: str, remedy: str = "") -> str:
         if not self._messages and _READS_MESSAGES.match(what):
-            remedy = "If it reads chat messages, as TRL passes them, set messages = true beside its function"
+            remedy = "If it expects chat messages, as in TRL, set messages = true next to function in the settings"
         return f"Reward function {self.name!r} {what}." + f" {remedy}." * bool(remedy)
 
 
@@ -120,10 +120,9 @@ def build_reward(
     search_paths: Sequence[Path] = (),
     function: Callable[..., Any] | None = None,
 ) -> Reward:
-    """Make the reward that `[reward]` describes, or that of a `function` which a program brings. ConfigError if one
-    cannot be loaded.
+    """Build the reward that `[reward]` describes, or one that calls `function`. ConfigError if it cannot be loaded.
 
-    `load_model` turns a path or hub name into a module called as `model(sequences, attention_mask)`.
+    `load_model` takes a path or hub name and returns a module that is called as `model(sequences, attention_mask)`.
     """
 
     def build(part: RewardTerm) -> Reward:

@@ -1,13 +1,13 @@
-"""A reward function in a child process: killed with all that it has started when it takes too long, then restarted.
+"""A reward function in a child process, which is killed with all its descendants if it takes too long, and restarted.
 
-The child is two processes. The guard forks the worker, which imports the function and calls it, and waits until the
-worker has ended, or the maker is gone or says so (SIGTERM). Then it kills everything that the worker has started:
+The child is a pair of processes. The guard forks the worker, which imports the function and calls it. When the worker
+ends, the maker is gone, or the maker sends SIGTERM, the guard kills everything that the worker has started:
 
     maker ── requests (pickle) ──► worker ◄── forks, kills ── guard
           ◄── answers (JSON) ─────
 
-Answers are JSON because the maker must not unpickle what a function wrote. Functions are called on the worker's main
-thread, where signals can end what takes too long.
+Answers are JSON because the maker must not unpickle data from a function. Functions are called on the worker's main
+thread, where signals can interrupt them.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a child needs to find its programs, files and language. Nothing else of the environment reaches it.
+# The only environment variables that a child gets, besides those in `reward.environment`.
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from coati.rewards.process import main_of_child
 main_of_child(int(sys.argv[2]))"""
-_START_SECONDS = 120.0
+START_SECONDS = 120.0
+"""Deadline for starting a child, which includes the import of the function."""
 _END_SECONDS = 5.0
-_ANSWER_BYTES = 1 << 20  # besides those of the verdicts
+_ANSWER_BYTES = 1 << 20  # without verdicts
 _VERDICT_BYTES = 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
@@ -69,10 +70,10 @@ class _Answer(BaseModel, strict=True):
 
 
 class RewardProcess:
-    """A reward function in a child process, started when it is made and kept.
+    """A reward function in a child process, which is started at once and kept between calls.
 
-    `function` is a name, with its `options`, or one of the top level of a module. ConfigError if the child cannot
-    import it.
+    `function` is a name, with `options`, or a function at the top level of a module. Raises ConfigError if the child
+    cannot import it.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class RewardProcess:
     ) -> None:
         self._label = function if isinstance(function, str) else _importable_name(function)
         paths = [Path(path).resolve() for path in search_paths]
-        self._order = (self._label, dict(options or {}), paths, settings.memory_mib << 20, settings.network)
+        self._setup = (self._label, dict(options or {}), paths, settings.memory_mib << 20, settings.network)
         self._variables = (*_ENVIRONMENT, *settings.environment)
         self._process: subprocess.Popen[bytes] | None = None
         self._num_calls = 0
@@ -96,82 +97,84 @@ class RewardProcess:
                 f"Reward function {self._label!r} could not be loaded in its process: {error.what}"
             ) from None
         if has_network and not settings.network:
-            logger.warning("reward function %s can use the network: the kernel permits no namespaces", self._label)
+            logger.warning(
+                "reward function %s can use the network: the kernel does not permit network namespaces", self._label
+            )
 
     def start(self) -> bool:
-        """Start the child, unless it is there, and wait until it has imported the function. CallFailed if not.
+        """Start the child if it is not running, and wait until it has imported the function.
 
-        Returns whether a child that was started has a network.
+        Return whether a newly started child can use the network. Raises CallFailed if the import fails.
         """
         if self._process is not None:
             return False
         self._connection, theirs = Pipe()
-        # Isolated (-I): the child must not read PYTHON* variables or the current folder, only the path it is given.
+        # -I: the child ignores PYTHON* variables and the working directory; it gets `sys.path` as an argument.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-c", _PROGRAM, json.dumps(list(map(str, sys.path))), str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what a function prints goes to the maker's log
+            stdout=2,  # output of the function goes to the maker's log
             env={name: os.environ[name] for name in self._variables if name in os.environ},
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
         theirs.close()
-        hello = run_in_background(lambda: self._exchange(self._order, _ANSWER_BYTES), name="reward-start")
+        setup = run_in_background(lambda: self._exchange(self._setup, _ANSWER_BYTES), name="reward-start")
         try:
-            answer = hello.result(_START_SECONDS)
+            answer = setup.result(START_SECONDS)
         except FutureTimeout:
             self.kill()
-            raise CallFailed(f"its import took more than {_START_SECONDS:g} s") from None
+            raise CallFailed(f"its import took more than {START_SECONDS:g} s") from None
         if answer.error:
             self.kill()
             raise CallFailed(answer.error)
         return answer.has_network
 
     def call(self, arguments: Mapping[str, Any], expected: int) -> list[Verdict]:
-        """Call the function in the child that was started; a deadline is kept by calling `kill` meanwhile.
+        """Call the function in the running child. To enforce a deadline, call `kill` from another thread.
 
-        Raises CallFailed, as `call_function` does, or because the process did not answer.
+        Raises CallFailed, as `call_function` does, and also if the function raised or the process did not answer.
         """
         self._num_calls += 1
         number = self._num_calls
         answer = self._exchange((number, dict(arguments), expected), _ANSWER_BYTES + _VERDICT_BYTES * expected)
         if answer.number != number or (len(answer.verdicts) != expected and not answer.error):
             self.kill()
-            raise CallFailed("wrote to the pipe of its process")
+            raise CallFailed("corrupted the pipe of its process")
         if answer.error:
             raise CallFailed(answer.error, answer.remedy)
         return answer.verdicts
 
     def kill(self) -> None:
-        """End the child and all that it has started. The next call needs another."""
+        """Kill the child and all its descendants. Call `start` before the next call."""
         if self._process is not None:
             self._end(self._process)
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
-        """Returns its exit code."""
+        """End the child and return its exit code."""
         if self._process is process:
             self._process = None
-        # The guard kills all others when it is told to end. The kernel may hold a killed process, on a stuck disk.
+        # On SIGTERM, the guard kills all others. A killed process may not end at once, for example on a stuck disk.
         for end in (process.terminate, functools.partial(os.killpg, process.pid, signal.SIGKILL)):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 end()
                 process.wait(_END_SECONDS)
         return -signal.SIGKILL if process.returncode is None else process.returncode
 
-    def _exchange(self, message: Any, most: int) -> _Answer:
+    def _exchange(self, message: Any, max_bytes: int) -> _Answer:
         process, connection = self._process, self._connection
         assert process is not None
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.send_bytes(pickle.dumps(message))
-            return _Answer.model_validate_json(connection.recv_bytes(most))
-        except (EOFError, ConnectionResetError):  # it has ended, and its guard will
+            return _Answer.model_validate_json(connection.recv_bytes(max_bytes))
+        except (EOFError, ConnectionResetError):  # the worker has ended, and the guard will
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
             raise CallFailed(_description(self._end(process))) from None
         except (OSError, ValidationError):
             self._end(process)
-            raise CallFailed("wrote to the pipe of its process") from None
+            raise CallFailed("corrupted the pipe of its process") from None
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -183,13 +186,13 @@ def _importable_name(function: Callable[..., Any]) -> str:
     if module == "__main__" or not name.isidentifier():
         raise ConfigError(
             'reward.isolation = "process" needs a function that a child process can import, got '
-            f"{name or function!r} of {module}. Move it to the top level of a module."
+            f"{name or function!r} in {module}. Move it to the top level of a module."
         )
     return f"{module}:{name}"
 
 
 def _description(code: int) -> str:
-    number = -code if code < 0 else code - 128  # of the guard itself, or of the worker as the guard tells it
+    number = -code if code < 0 else code - 128  # signal of the guard itself, or of the worker as reported by the guard
     if number not in set(signal.Signals):
         return f"ended its process with exit code {code}"
     name = signal.Signals(number).name
@@ -197,7 +200,7 @@ def _description(code: int) -> str:
 
 
 def main_of_child(fd: int) -> None:
-    """Fork the worker, which reads its order from the socket `fd`, and guard it."""
+    """Fork the worker, which reads its setup from the socket `fd`, and guard it."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the worker become children of the guard
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
@@ -214,7 +217,7 @@ def main_of_child(fd: int) -> None:
             os._exit(0)
         poll = select.poll()
         poll.register(os.pidfd_open(worker), select.POLLIN)
-        poll.register(fd, 0)  # tells only that the maker has closed it, or is gone
+        poll.register(fd, 0)  # reports only that the maker has closed it or is gone
         poll.poll()
         if (ended := os.waitpid(worker, os.WNOHANG))[0]:
             status = ended[1]
@@ -222,7 +225,7 @@ def main_of_child(fd: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _kill_descendants()
         code = os.waitstatus_to_exitcode(status)
-        os._exit(code if code >= 0 else 128 - code)  # as shells tell of a signal
+        os._exit(code if code >= 0 else 128 - code)  # as shells report a signal
 
 
 def _kill_descendants() -> None:
@@ -235,11 +238,11 @@ def _kill_descendants() -> None:
 
 
 def _serve(maker: Connection[Any, Any], libc: ctypes.CDLL) -> None:
-    """Load the function, and answer requests; ends with the maker's end of the socket."""
+    """Load the function and answer requests until the maker closes its end of the socket."""
     own_pid = os.getpid()
 
     def answer(**fields: Any) -> None:
-        if os.getpid() != own_pid:  # a function forked, and its copy came back here too
+        if os.getpid() != own_pid:  # the function forked, and the copy returned here too
             os._exit(0)
         maker.send_bytes(json.dumps(fields).encode())
 
@@ -264,18 +267,18 @@ def _serve(maker: Connection[Any, Any], libc: ctypes.CDLL) -> None:
             except CallFailed as fault:
                 answer(number=number, error=fault.what, remedy=fault.remedy)
             except BaseException as error:  # SystemExit too
-                traceback.clear_frames(error.__traceback__)  # they may hold all the memory there is
+                traceback.clear_frames(error.__traceback__)  # they may hold all the memory
                 answer(number=number, error=raised(error))
 
 
 def _leave_network(libc: ctypes.CDLL) -> bool:
-    """Leave the machine's network for an empty one; False where the kernel does not permit it."""
+    """Enter an empty network namespace; return False if the kernel does not permit it."""
     uid, gid = os.getuid(), os.getgid()
     if libc.unshare(_CLONE_NEWNET) == 0:
         return True
     if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
         return False
-    with contextlib.suppress(OSError):  # then it has no user name; files are still its user's
+    with contextlib.suppress(OSError):  # without the mapping, only the user name is unknown
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")

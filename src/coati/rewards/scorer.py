@@ -1,7 +1,7 @@
-"""From the tokens of a rollout to scores: decodes the texts and asks the reward, again if it fails.
+"""Scores the samples of a rollout: decodes the texts, calls the reward, and retries if it fails.
 
-A reward, or a term of a sum, that fails is asked again for what it failed on, then for each of these samples alone. If
-it fails on all, and has never scored anything, it is the reward that is wrong.
+If a reward or a term of a sum fails, it is retried for the samples that it failed on, then called for each of them
+alone. If it fails on all samples and has never scored any, the reward itself is wrong, which is an error.
 """
 
 from __future__ import annotations
@@ -29,77 +29,80 @@ _GRACE_SECONDS = 5.0
 
 
 class PendingScores:
-    """The scores of one batch, which may still be computed on a thread; call it to get them."""
+    """The scores of one batch, which a thread may still be computing. Call the object to get them."""
 
     def __init__(self, scorer: RewardScorer, request: RewardRequest, device: torch.device) -> None:
-        """Start to score. The scores come to `device`."""
+        """Start to score `request`; the scores are returned on `device`."""
         self.verdicts: dict[str, list[Verdict]] = {}
-        """What the reward, or each term of a sum, says of each sample, by name, when the scores are there."""
+        """The verdicts on all samples, by name of the reward or of each term of a sum. Empty until scoring is done."""
         self.num_retries = 0
-        """How often a reward was asked again."""
+        """Number of retries so far."""
         self.request = request
         self._scorer, self._device = scorer, device
         self._may_fail = scorer.max_quarantined > 0
-        # A reward's own deadline ends before this one and says more.
+        # The reward's own deadline passes before this one, and its error is more specific.
         num_calls = 1 + scorer.retries + self._may_fail
-        self._seconds = num_calls * scorer.reward.timeout_seconds + _GRACE_SECONDS
-        # Those that are asked before have their own time. From its turn on it has only its own.
+        self._seconds = num_calls * _call_seconds(scorer.reward) + _GRACE_SECONDS
+        # Allow for the batches that are queued before this one. `_score_in_turn` sets the deadline again.
         scorer.queue = [future for future in scorer.queue if not future.done()]
         self._deadline = time.monotonic() + (len(scorer.queue) + 1) * self._seconds
         self._future: Future[Tensor] | None = None
         if scorer.reward.is_host_work:
-            self._future = scorer.thread.run(self._ask_in_turn)
+            self._future = scorer.thread.run(self._score_in_turn)
             scorer.queue.append(self._future)
 
     @property
     def is_in_background(self) -> bool:
-        """Whether they are computed on a thread, and not when they are called for."""
+        """Whether a thread computes the scores. Otherwise they are computed when the object is called."""
         return self._future is not None
 
     @property
     def is_ready(self) -> bool:
-        """Whether calling for the scores would not wait: they are there, or overdue."""
+        """Whether a call would not wait: the scores are ready, overdue, or not computed on a thread."""
         return self._future is None or self._future.done() or self._seconds_left() == 0
 
     def wait(self, seconds: float) -> None:
-        """Wait until they are ready, but not for longer."""
+        """Wait until the scores are ready, at most `seconds`."""
         until = time.monotonic() + seconds
         while not self.is_ready and (left := until - time.monotonic()) > 0:
             assert self._future is not None
             wait([self._future], timeout=min(left, self._seconds_left()))
 
     def __call__(self) -> Tensor:
-        """Return the scores, [B] on the device of the sequences; raise what the reward raised."""
+        """Return the scores, [B], or raise what the reward raised."""
         if self._future is None:
-            return self._ask().to(self._device)
+            return self._score().to(self._device)
         self.wait(math.inf)
         if not self._future.done():
-            self._scorer.thread.close()  # what is asked next need not wait for it
-            raise RewardError(f"Reward {self._scorer.reward.name!r} did not score a batch within {self._seconds:g} s.")
+            self._scorer.thread.close()  # later batches need not wait for this one
+            raise RewardError(
+                f"Reward {self._scorer.reward.name!r} did not score a batch within {self._seconds:g} s. Make it "
+                "faster, or raise reward.timeout_seconds."
+            )
         return self._future.result().to(self._device)
 
     @property
     def terms(self) -> dict[str, Tensor]:
-        """The scores of each term of a weighted sum, [B]."""
+        """The scores of each term of a weighted sum, [B], by name; empty for other rewards."""
         is_sum = type(self._scorer.reward) is WeightedSum
         return {name: _scores(verdicts) for name, verdicts in self.verdicts.items()} if is_sum else {}
 
     @property
     def failures(self) -> dict[int, str]:
-        """Why a reward failed, by row."""
-        return {row: one.error for said in self.verdicts.values() for row, one in enumerate(said) if one.error}
+        """The error of a reward that failed, by row."""
+        return {row: one.error for verdicts in self.verdicts.values() for row, one in enumerate(verdicts) if one.error}
 
     @property
     def unscored(self) -> dict[int, str]:
-        """The name of a reward that gave a row no score, and did not fail on it, by row."""
-        rows = ((row, name, one) for name, said in self.verdicts.items() for row, one in enumerate(said))
+        """The name of a reward that returned no score without failing, by row."""
+        rows = ((row, name, one) for name, verdicts in self.verdicts.items() for row, one in enumerate(verdicts))
         return {row: name for row, name, one in rows if not one.error and math.isnan(one.score)}
 
     def remarks(self) -> list[dict[str, Any]]:
-        """What is written down with each sample besides its score, if anything: the terms of a sum, and details."""
+        """Return what is recorded with each sample besides its score: the terms of a sum, and details."""
         found: list[dict[str, Any]] = [{} for _ in range(len(self.request))]
-        for name, said in self.verdicts.items():
-            for remarks, one in zip(found, said, strict=True):
+        for name, verdicts in self.verdicts.items():
+            for remarks, one in zip(found, verdicts, strict=True):
                 if type(self._scorer.reward) is WeightedSum:
                     remarks.setdefault("terms", {})[name] = None if math.isnan(one.score) else one.score
                 if one.details:
@@ -109,11 +112,11 @@ class PendingScores:
     def _seconds_left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def _ask_in_turn(self) -> Tensor:
+    def _score_in_turn(self) -> Tensor:
         self._deadline = time.monotonic() + self._seconds
-        return self._ask()
+        return self._score()
 
-    def _ask(self) -> Tensor:
+    def _score(self) -> Tensor:
         reward = self._scorer.reward
         if type(reward) is WeightedSum:
             self.verdicts = {term.name: self._verdicts_of(term) for term, _ in reward.terms}
@@ -122,15 +125,13 @@ class PendingScores:
         return _scores(self.verdicts[reward.name])
 
     def _verdicts_of(self, reward: Reward) -> list[Verdict]:
-        """Ask one reward for all samples, again for those that it fails on, at last for each of them alone."""
+        """Call one reward for all samples, retry those that it fails on, and finally call it for each of them alone."""
         request, verdicts = self.request, [Verdict()] * len(self.request)
         failed = self._evaluate(reward, list(range(len(verdicts))), verdicts)
         for _ in range(self._scorer.retries):
             if failed:
                 self.num_retries += 1
-                logger.warning(
-                    "%s It is asked again for %s.", verdicts[failed[0]].error, counted(len(failed), "sample")
-                )
+                logger.warning("%s Retrying %s.", verdicts[failed[0]].error, counted(len(failed), "sample"))
                 failed = self._evaluate(reward, failed, verdicts)
         if failed and not self._may_fail:
             raise RewardFailed(verdicts[failed[0]].error)
@@ -138,30 +139,31 @@ class PendingScores:
             failed = self._evaluate_each(reward, failed, verdicts)
         if failed and len(failed) == len(verdicts) and reward.name not in self._scorer.working:
             sample = f"prompt {excerpt(request.prompts[0])!r}, completion {excerpt(request.completions[0])!r}"
-            raise RewardFailed(f"{verdicts[0].error} It has scored no sample. The first: {sample}.")
+            raise RewardFailed(f"{verdicts[0].error} It has not scored any sample yet. First sample: {sample}.")
         return verdicts
 
     def _evaluate(
         self, reward: Reward, rows: list[int], verdicts: list[Verdict], timeout_seconds: float = math.inf
     ) -> list[int]:
-        """Ask for some samples and write down what the reward says of them; returns those that it failed on."""
-        self._deadline = max(self._deadline, time.monotonic() + reward.timeout_seconds + _GRACE_SECONDS)
+        """Call a reward for some samples and store its verdicts; return the rows that it failed on."""
+        self._deadline = max(self._deadline, time.monotonic() + _call_seconds(reward) + _GRACE_SECONDS)
         request = self.request if len(rows) == len(self.request) else self.request.select(rows)
         request.timeout_seconds = timeout_seconds
         try:
-            said = reward.score(request)
+            returned = reward.score(request)
         except RewardFailed as error:
-            said = [Verdict(error=str(error))] * len(rows)
-        if isinstance(said, Tensor):
-            said = [Verdict(score) for score in said.flatten().tolist()]
-        if len(said) != len(rows) or not all(isinstance(one, Verdict) for one in said):
+            returned = [Verdict(error=str(error))] * len(rows)
+        if isinstance(returned, Tensor):
+            returned = [Verdict(score) for score in returned.flatten().tolist()]
+        if len(returned) != len(rows) or not all(isinstance(one, Verdict) for one in returned):
+            kind = type(returned[0]).__name__ if len(returned) else "nothing"
             raise RewardError(
                 f"Reward {reward.name!r} must return a tensor of {counted(len(rows), 'score')} or a Verdict for each "
-                f"sample, got {len(said)} of {type(said[0]).__name__ if len(said) else 'nothing'}."
+                f"sample, got {len(returned)} of {kind}."
             )
-        # As float32, in which 1e300 is infinite.
-        scores = _scores(said).tolist()
-        for row, verdict, score in zip(rows, said, scores, strict=True):
+        # In float32, where 1e300 is infinite.
+        scores = _scores(returned).tolist()
+        for row, verdict, score in zip(rows, returned, scores, strict=True):
             verdicts[row] = verdict._replace(score=score if math.isfinite(score) and not verdict.error else math.nan)
         failed = [row for row in rows if verdicts[row].error]
         if len(failed) < len(rows):
@@ -169,7 +171,7 @@ class PendingScores:
         return failed
 
     def _evaluate_each(self, reward: Reward, rows: list[int], verdicts: list[Verdict]) -> list[int]:
-        """Ask for samples one by one, in the time that a batch has: what one leaves of its share is for the rest."""
+        """Call a reward for samples one by one, in the time of one batch; unused time goes to the remaining samples."""
         seconds, failed = reward.timeout_seconds, list[int]()
         until = time.monotonic() + seconds
         for index, row in enumerate(rows):
@@ -178,14 +180,18 @@ class PendingScores:
         return failed
 
 
+def _call_seconds(reward: Reward) -> float:
+    return reward.start_seconds + reward.timeout_seconds
+
+
 def _scores(verdicts: Sequence[Verdict]) -> Tensor:
     return torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float64).to(torch.float32)
 
 
 class RewardScorer:
-    """Scores finished sequences with a `Reward`, which is asked again `retries` times when it fails on a batch.
+    """Scores finished sequences with a `Reward`, which is retried up to `retries` times if it fails on a batch.
 
-    With `max_quarantined` 0 a failure is an error; else the user of `begin` may leave out so many groups for failures.
+    If `max_quarantined` is 0, a failure is an error. Otherwise the caller of `begin` may quarantine that many groups.
     """
 
     def __init__(self, reward: Reward, tokenizer: Any, *, retries: int = 0, max_quarantined: int = 0) -> None:
@@ -198,10 +204,10 @@ class RewardScorer:
         self.tokenizer = tokenizer
         self.retries, self.max_quarantined = retries, max_quarantined
         self.working: set[str] = set()
-        """Names of the rewards that have ever returned scores."""
+        """Names of the rewards that have scored at least one sample."""
         self.thread = BackgroundThread(name="rewards")
         self.queue: list[Future[Tensor]] = []
-        """What the thread was asked for."""
+        """Batches queued on the thread."""
 
     def begin(
         self,
@@ -210,14 +216,14 @@ class RewardScorer:
         action_mask: Tensor,  # [B, A] True on response tokens
         columns: Mapping[str, Any] | None = None,
     ) -> PendingScores:
-        """Start to score; call what is returned for the scores, [B] float32 on the device of the sequences, NaN = none.
+        """Start to score. Call the result for the scores, [B] float32 on the device of the sequences; NaN is no score.
 
-        Functions run on one thread, a batch at a time. A reward that may be a model is asked when its scores are called
-        for: it would get in the way of other models. If `prompt` is among the columns, its texts are the prompts.
+        Functions run on one thread, one batch at a time. A reward that may use a model runs when the result is called,
+        so that it does not compete with other models. A column `prompt` has the texts of the prompts.
         """
         listed = {name: list(values) for name, values in (columns or {}).items()}
         device, tokens = sequences.device, (sequences, attention_mask, action_mask)
-        if self.reward.is_host_work:  # fetched now: on the thread they would wait for what the models compute meanwhile
+        if self.reward.is_host_work:  # copied now: on the thread, the copy would wait for the models' kernels
             tokens = (sequences.cpu(), attention_mask.cpu(), action_mask.cpu())
         request = RewardRequest(
             prompts=listed.pop("prompt", partial(decode_prompts, self.tokenizer, *tokens)),

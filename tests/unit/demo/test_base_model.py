@@ -15,7 +15,7 @@ def test_sentences_round_trip_with_bos_and_without_eos():
     tokenizer, rng = build_tokenizer(), random.Random(0)
     assert (
         len(tokenizer) == 4 + len(vocabulary()) + 3
-    )  # special tokens; "i", "the" and "we" once more without the space
+    )  # special tokens; "i", "the" and "we" have a second id, without the space
     for sentence in (sample_sentence(rng) for _ in range(100)):
         ids = tokenizer(sentence).input_ids
         assert ids[0] == tokenizer.bos_token_id
@@ -25,7 +25,7 @@ def test_sentences_round_trip_with_bos_and_without_eos():
         assert tokenizer.decode(ids[3:]) == sentence[len(" ".join(sentence.split()[:2])) :]  # with its space
 
 
-def test_typed_text_is_understood_and_unknown_words_are_marked():
+def test_text_is_normalized_and_unknown_words_are_marked():
     tokenizer = build_tokenizer()
     assert tokenizer("The film  was\nGOOD. ").input_ids == tokenizer("the film was good .").input_ids
     assert tokenizer("the zebra").input_ids[-1] == tokenizer.unk_token_id
@@ -41,12 +41,12 @@ def test_prompts_are_padded_on_the_left():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A short training: 40 steps are enough to see learning, not enough to be good."""
+    """A model after 40 steps: enough to show learning, but not a good model."""
     folder = tmp_path_factory.mktemp("trained")
     return folder, pretrain(folder, steps=40, batch_size=16)
 
 
-def test_loss_falls_from_a_blind_guess_to_knowing_word_order(trained):
+def test_loss_falls_from_that_of_a_uniform_guess(trained):
     _, losses = trained
     assert len(losses) == 40
     assert losses[0] == pytest.approx(math.log(len(build_tokenizer())), abs=0.2)
@@ -57,7 +57,7 @@ def test_loss_falls_from_a_blind_guess_to_knowing_word_order(trained):
     ("opening", "followers"),
     [("the film", [" was", " seemed"]), ("the songs", [" were", " seemed"]), ("the film was good .", ["<eos>"])],
 )
-def test_probable_next_words_are_the_grammars(trained, opening, followers):
+def test_likely_next_words_follow_the_grammar(trained, opening, followers):
     tokenizer = AutoTokenizer.from_pretrained(trained[0])
     model = AutoModelForCausalLM.from_pretrained(trained[0])
     assert model.config.max_position_embeddings == tokenizer.model_max_length == CONTEXT_LENGTH
@@ -68,7 +68,7 @@ def test_probable_next_words_are_the_grammars(trained, opening, followers):
     assert probabilities[tokenizer.convert_tokens_to_ids(followers)].sum() > 0.5
 
 
-def test_the_same_seed_gives_the_same_bits_and_leaves_the_callers_state_alone(tmp_path):
+def test_pretraining_is_reproducible_and_leaves_global_state_unchanged(tmp_path):
     def weights(name, seed):
         pretrain(tmp_path / name, seed=seed, steps=3, batch_size=4)
         return (tmp_path / name / "model.safetensors").read_bytes()

@@ -1,4 +1,4 @@
-"""The film grammar: what it samples it recognises, and nothing else."""
+"""The film grammar: its sentences are recognised, others are not."""
 
 import random
 import runpy
@@ -27,7 +27,7 @@ def test_every_sampled_sentence_is_recognised(sentences):
 def test_shuffled_sentences_are_rejected(sentences):
     rng = random.Random(1)
     shuffled = [" ".join(rng.sample(words := sentence.split(), len(words))) for sentence in sentences[:200]]
-    assert sum(map(is_grammatical, shuffled)) <= 5  # a shuffle can land on a sentence again
+    assert sum(map(is_grammatical, shuffled)) <= 5  # a shuffled sentence may be grammatical again
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_shuffled_sentences_are_rejected(sentences):
         "the film was good",  # no full stop
         "the film was good . .",
         "the film was good . the plot was bad .",
-        "the film were good .",  # number
+        "the film were good .",  # number agreement
         "the songs was good .",
         "the film was very very good .",
         "i thought the film .",
@@ -51,20 +51,20 @@ def test_near_misses_are_rejected(text):
     assert not is_grammatical(text)
 
 
-def test_words_are_exactly_what_sentences_use(sentences):
+def test_the_vocabulary_is_exactly_the_words_of_sentences(sentences):
     assert {word for sentence in sentences for word in sentence.split()} == set(vocabulary())
     assert {sentence.split()[0] for sentence in sentences} == first_words()
     assert not set(vocabulary()) & set(GRAMMAR)
 
 
-def test_prompts_open_sentences(sentences):
+def test_prompts_are_beginnings_of_sentences(sentences):
     rng, missing = random.Random(2), set(PROMPTS)
     for sentence in [*sentences, *(sample_sentence(rng) for _ in range(1000))]:
         missing = {prompt for prompt in missing if not sentence.startswith(f"{prompt} ")}
     assert not missing
 
 
-def test_sentences_are_short_varied_and_only_slightly_kind(sentences):
+def test_sentences_are_short_varied_and_slightly_positive(sentences):
     assert max(len(sentence.split()) for sentence in sentences) <= 20
     assert len(set(sentences)) / len(sentences) > 0.8
     assert 0.0 < statistics.mean(film_sentiment(sentences[:1000], [""] * 1000)) < 0.25

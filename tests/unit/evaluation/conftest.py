@@ -53,7 +53,7 @@ def words(tmp_path_factory):
 
 @pytest.fixture
 def config_of(words, tmp_path):
-    """Settings of a run with evaluation sets, each a table; sections as keywords."""
+    """Build the settings of a run with evaluation sets, each a table; other sections are keywords."""
 
     def make(*sets, reward="likes_c", **sections):
         settings = {

@@ -1,4 +1,4 @@
-"""One set and one model: its own prompts, sampling and reward; every score counted once, and no failure as a 0."""
+"""Evaluating a model on a set: prompts, sampling and reward. Every score counts once, and no failure counts as 0."""
 
 import logging
 import shutil
@@ -29,7 +29,7 @@ def scores_by_prompt(found):
     return scores
 
 
-def test_every_prompt_is_sampled_and_the_numbers_are_those_of_the_samples(evaluate):
+def test_every_prompt_is_sampled_and_metrics_match_the_samples(evaluate):
     (found,) = evaluate({"rollout": FOUR, "pass_at": [1, 3], "reward": {"function": "rewards_of_evaluation:has_c"}})
     scores = scores_by_prompt(found)
     assert [len(own) for own in scores.values()] == [4] * 5
@@ -39,23 +39,23 @@ def test_every_prompt_is_sampled_and_the_numbers_are_those_of_the_samples(evalua
     assert found.estimates["pass@3"] == estimate([pass_at_k(4, int(sum(own)), 3) for own in scores.values()])
     assert set(found.estimates) == {"avg@4", "pass@1", "pass@3"}
     assert (found.record["prompts"], found.record["samples"], found.record["unscored"]) == (5, 20, 0)
-    assert 0 < found.estimates["avg@4"].mean < 1, "or the test shows nothing"
+    assert 0 < found.estimates["avg@4"].mean < 1, "otherwise the test shows nothing"
 
 
-def test_the_company_of_a_sample_changes_nothing(evaluate):
+def test_samples_do_not_depend_on_the_batch_size(evaluate):
     together, apart = (evaluate({"rollout": {**FOUR, "prompts_per_batch": size}})[0] for size in (5, 2))
     assert together.samples == apart.samples
     assert together.estimates == apart.estimates
 
 
-def test_draws_are_the_sets_own(evaluate):
+def test_draws_depend_on_the_seed_of_the_set_only(evaluate):
     first, again, other = (evaluate({"rollout": FOUR, "seed": seed})[0] for seed in (0, 0, 1))
     assert first.samples == again.samples != other.samples
     elsewhere = evaluate({"rollout": FOUR}, run={"seed": 7})[0]
-    assert elsewhere.samples == first.samples, "whatever the seed of the run"
+    assert elsewhere.samples == first.samples, "the seed of the run does not matter"
 
 
-def test_sampling_is_the_sets_own_and_else_that_of_the_run(evaluate):
+def test_sampling_settings_of_a_set_override_those_of_the_run(evaluate):
     plain, greedy, short = evaluate(
         {"name": "plain", "rollout": FOUR},
         {"name": "greedy", "rollout": {**FOUR, "do_sample": False}},
@@ -68,7 +68,7 @@ def test_sampling_is_the_sets_own_and_else_that_of_the_run(evaluate):
     assert max(sample["tokens"] for sample in plain.samples) == 4
 
 
-def test_the_datasets_columns_reach_the_reward_and_a_set_may_be_cut(evaluate):
+def test_columns_reach_the_reward_and_max_prompts_limits_a_set(evaluate):
     (found,) = evaluate({"max_prompts": 3, "rollout": FOUR, "reward": {"function": "rewards_of_evaluation:is_answer"}})
     answers = dict(zip(range(3), "abc", strict=True))
     assert len(found.samples) == 12
@@ -76,7 +76,7 @@ def test_the_datasets_columns_reach_the_reward_and_a_set_may_be_cut(evaluate):
 
 
 @pytest.mark.parametrize("reward", ["raises_on_g", "gives_g_none"])
-def test_a_sample_without_a_score_is_left_out_and_said_and_never_a_0(evaluate, reward, caplog):
+def test_a_sample_without_a_score_is_left_out_and_reported_and_never_counts_as_0(evaluate, reward, caplog):
     with caplog.at_level(logging.ERROR):
         (found,) = evaluate({"rollout": FOUR, "reward": {"function": f"rewards_of_evaluation:{reward}"}})
     lost = [sample for sample in found.samples if "g" in sample["response"]]
@@ -92,7 +92,7 @@ def test_a_sample_without_a_score_is_left_out_and_said_and_never_a_0(evaluate, r
     assert f"{len(lost)} of 20" in caplog.text
 
 
-def test_samples_have_what_each_term_says(evaluate):
+def test_samples_have_the_score_of_each_term(evaluate):
     terms = [{"function": f"rewards_of_evaluation:{name}"} for name in ("has_c", "gives_g_none")]
     (found,) = evaluate({"rollout": FOUR, "reward": {"terms": terms}})
     for sample in found.samples:
@@ -109,7 +109,7 @@ def test_a_model_has_the_version_of_the_run_that_saved_it(config_of, words, tmp_
     assert evaluate_model(config, str(checkpoint))[0].record["version"] == 20
 
 
-def test_sets_with_equal_rewards_share_one(evaluate, monkeypatch):
+def test_sets_with_equal_rewards_share_a_scorer(evaluate, monkeypatch):
     made, make = [], build.make_scorer
     monkeypatch.setattr(build, "make_scorer", lambda config, *args: made.append(config.reward) or make(config, *args))
     own = {"function": "rewards_of_evaluation:has_c"}

@@ -1,4 +1,4 @@
-"""Evaluations in a run, here in one process: what they find is what the saved model gets, and training is the same."""
+"""Evaluations in a synchronous run: results equal those of the saved models, and training does not change."""
 
 import json
 
@@ -14,7 +14,7 @@ HELD_OUT = {"rollout": {"samples_per_prompt": 4}, "every": 2}
 
 @pytest.fixture
 def train(config_of, tmp_path):
-    """A synchronous run; gives its result and the rows of evaluations.jsonl."""
+    """Train synchronously; return the result and the rows of evaluations.jsonl."""
 
     def go(*sets, **sections):
         options = {name: sections.pop(name) for name in ("should_stop", "reward") if name in sections}
@@ -26,19 +26,19 @@ def train(config_of, tmp_path):
 
 
 def numbers(record):
-    """What must not depend on where the evaluation is made, with the version."""
+    """The part of a record that must not depend on where the evaluation is done."""
     return {name: value for name, value in record.items() if name not in ("seconds", "step", "time", "is_best")}
 
 
 @pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 2}}], ids=["all weights", "adapters"])
-def test_what_a_run_finds_is_what_the_saved_models_get(train, config_of, words, tmp_path, sections):
+def test_a_run_and_its_saved_models_get_the_same_results(train, config_of, words, tmp_path, sections):
     result, rows = train(HELD_OUT | {"best_by": "avg@4"}, train={"actor_lr": 0.1}, **sections)
     assert [row["version"] for row in rows] == [0, 2, 4]
     config = config_of(HELD_OUT)
     base, final = (evaluate_model(config, str(path))[0] for path in (words / "model", result.model))
     assert numbers(rows[0]) == numbers(base.record)
     assert numbers(rows[2]) == numbers(final.record)
-    assert numbers(base.record) != numbers(final.record), "or the test shows nothing"
+    assert numbers(base.record) != numbers(final.record), "otherwise the test shows nothing"
     lines = (tmp_path / "out/evaluations/held-out-4.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == final.samples
     best = json.loads((result.folder / "best" / "evaluation.json").read_text())
@@ -46,7 +46,7 @@ def test_what_a_run_finds_is_what_the_saved_models_get(train, config_of, words, 
     assert numbers(evaluate_model(config, str(result.folder / "best"))[0].record) == numbers(best)
 
 
-def test_numbers_of_evaluations_are_metrics(train):
+def test_results_of_evaluations_are_metrics(train):
     result, rows = train(HELD_OUT, {**HELD_OUT, "name": "other", "before": False, "every": 0})
     written = [row for row in read_jsonl(result.folder / "metrics.jsonl") if "eval/held-out/avg@4" in row]
     first, _, last = [row for row in rows if row["name"] == "held-out"]
@@ -58,13 +58,13 @@ def test_numbers_of_evaluations_are_metrics(train):
     assert result.metrics["eval/other/pass@4"] == other["pass@4"]
 
 
-def test_training_is_the_same_with_evaluations_and_without(train, tmp_path):
+def test_evaluations_do_not_change_training(train, tmp_path):
     weights = []
     for sets in ((), (HELD_OUT | {"every": 1, "best_by": "avg@4"},)):
         result, _ = train(*sets, run={"output": str(tmp_path / f"out-{len(sets)}")})
         weights.append((result.model / "model.safetensors").read_bytes())
         assert audit_run(result.folder).table()[-1] == ("leased", "", 32, 32), (
-            "their samples are no part of the account"
+            "samples of evaluations are not in the account"
         )
     assert weights[0] == weights[1]
 
@@ -81,7 +81,7 @@ def test_a_metric_that_does_not_improve_ends_the_run(train):
     assert (result.folder / "checkpoints" / "version-2" / "state.json").is_file()
 
 
-def test_a_run_that_is_resumed_makes_no_evaluation_twice(train, tmp_path):
+def test_a_resumed_run_repeats_no_evaluation(train, tmp_path):
     sets = HELD_OUT | {"every": 1, "best_by": "avg@4"}
     whole, expected = train(sets, run={"output": str(tmp_path / "whole")})
     expected = read_jsonl(tmp_path / "whole" / "evaluations.jsonl")
@@ -96,7 +96,7 @@ def test_a_run_that_is_resumed_makes_no_evaluation_twice(train, tmp_path):
     assert (resumed.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
 
 
-def test_a_function_of_a_program_scores_the_sets_that_have_no_reward_of_their_own(train):
+def test_a_function_passed_to_train_scores_the_sets_without_their_own_reward(train):
     def likes_d(completions):
         return [text.split().count("d") / 4 for text in completions]
 
@@ -107,7 +107,7 @@ def test_a_function_of_a_program_scores_the_sets_that_have_no_reward_of_their_ow
         assert all(sample["score"] == score(sample["response"]) for sample in samples)
 
 
-def test_a_reward_that_fails_now_and_then_costs_no_run(train, caplog):
+def test_a_reward_that_fails_sometimes_does_not_end_the_run(train, caplog):
     result, rows = train(HELD_OUT | {"reward": {"function": "rewards_of_evaluation:raises_on_g"}})
     assert all(row["unscored"] > 0 and "avg@4" in row for row in rows)
     assert "have no score" in caplog.text + (result.folder / "warnings.log").read_text()

@@ -35,7 +35,7 @@ def test_an_interval_stays_on_one_line_of_80_columns(capsys, monkeypatch):
     assert len(line) <= 80
 
 
-def test_the_settings_are_settings():
+def test_the_settings_are_valid():
     (text,) = blocks("toml")
     run = {"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": {"function": "rewards:f"}}
     (one,) = build_config({**run, **tomllib.loads(text)}).eval
@@ -54,7 +54,7 @@ def test_the_program_runs(config_of, words, tmp_path, monkeypatch, capsys):
     assert difference == "0.000 [-0.606, 0.606]", "both are the same model, on 5 prompts"
 
 
-def test_the_example_has_a_set_of_prompts_that_are_not_trained_on(monkeypatch):
+def test_the_example_evaluates_prompts_that_it_does_not_train_on(monkeypatch):
     monkeypatch.chdir(ROOT)
     config = load_config(Path("examples/film/run.toml"))
     trained, held_out = (
@@ -67,11 +67,11 @@ def test_the_example_has_a_set_of_prompts_that_are_not_trained_on(monkeypatch):
 @pytest.mark.parametrize(
     "command", [line.partition("#")[0].split() for block in blocks("bash") for line in block.splitlines()]
 )
-def test_the_commands_have_these_options(command):
+def test_the_options_of_commands_exist(command):
     from typer.testing import CliRunner
 
     from coati.cli.main import app
 
     assert command[:2] == ["coati", "eval"]
-    said = CliRunner().invoke(app, ["eval", "--help"], env={"COLUMNS": "200"}).output
-    assert all(word in said for word in command[2:] if word.startswith("--"))
+    output = CliRunner().invoke(app, ["eval", "--help"], env={"COLUMNS": "200"}).output
+    assert all(word in output for word in command[2:] if word.startswith("--"))

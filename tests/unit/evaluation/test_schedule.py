@@ -1,4 +1,4 @@
-"""Who evaluates what and when: what is due, one job at a time, the best model, patience, and restarts."""
+"""The schedule of evaluations: what is due, one job at a time, the best model, patience, and restarts."""
 
 import json
 
@@ -14,7 +14,7 @@ def one(name="set", **settings):
 
 
 class Run:
-    """A schedule, and what it says."""
+    """A schedule with its records and stops."""
 
     def __init__(self, *sets, **options):
         self.records, self.stops = [], 0
@@ -27,12 +27,12 @@ class Run:
         return self.schedule.grant(maker, version, incarnation)
 
     def report(self, job, version, *, is_best=None):
-        """What a maker does with a job at a version; without `is_best`, no sample has a score."""
+        """Report a job at a version as a maker does; without `is_best`, no sample has a score."""
         found = {} if is_best is None else {"avg@1": 0.5, "is_best": is_best}
         return self.schedule.report(job, {"name": job.name, "version": version, **found})
 
     def versions(self, *asked, end=None):
-        """The versions of those that a maker asks with at which it gets a job, which it does at once."""
+        """Ask at these versions, and report each job at once; return the versions at which there was a job."""
         made = []
         for version in asked:
             if version == end:
@@ -55,25 +55,25 @@ class Run:
         ({"at_end": False}, [0]),
     ],
 )
-def test_before_every_so_many_versions_and_at_the_end(settings, expected):
+def test_sets_are_due_before_training_every_n_versions_and_at_the_end(settings, expected):
     run = Run(one(**settings))
     assert run.versions(*range(8), end=7) == expected
     assert run.schedule.pending == []
 
 
-def test_a_version_that_no_maker_serves_is_made_up_for_at_the_next_and_not_twice():
+def test_a_due_version_that_no_maker_serves_is_evaluated_once_at_the_next():
     run = Run(one(every=4))
     assert run.versions(0, 3, 6, 7, 9) == [0, 6, 9]
 
 
-def test_one_maker_has_the_job_and_others_another_set():
+def test_two_makers_get_different_sets():
     run = Run(one("a"), one("b"))
     first, second = run.ask(0, "maker-0"), run.ask(0, "maker-1")
     assert (first.name, second.name) == ("a", "b")
     assert run.ask(0, "maker-2") is None
 
 
-def test_a_slow_evaluation_is_not_made_twice_at_the_same_time():
+def test_a_set_is_evaluated_by_one_maker_at_a_time():
     run = Run(one(every=1))
     job = run.ask(0, "maker-0")
     assert [run.ask(version, "maker-1") for version in (1, 2, 3)] == [None] * 3
@@ -81,7 +81,7 @@ def test_a_slow_evaluation_is_not_made_twice_at_the_same_time():
     assert run.ask(3, "maker-1") is not None
 
 
-def test_the_job_of_a_dead_maker_goes_to_another_and_its_late_report_is_refused():
+def test_the_job_of_a_dead_maker_is_reassigned_and_its_late_report_refused():
     run = Run(one())
     lost = run.ask(0, "maker-0")
     run.schedule.release("maker-0")
@@ -89,17 +89,17 @@ def test_the_job_of_a_dead_maker_goes_to_another_and_its_late_report_is_refused(
     assert not run.report(lost, 0)
     assert run.records == []
     assert run.report(job, 1)
-    assert not run.report(job, 1), "a repeated report counts once"
+    assert not run.report(job, 1), "a repeated report counts only once"
     assert [record["evaluation"]["version"] for record in run.records] == [1]
 
 
-def test_a_maker_whose_answer_was_lost_gets_the_job_again():
+def test_a_maker_that_lost_the_reply_gets_the_job_again():
     run = Run(one())
     lost, job = run.ask(0), run.ask(0)
     assert (job.name, run.report(lost, 0), run.report(job, 0)) == ("set", False, True)
 
 
-def test_nothing_is_granted_for_weights_of_earlier_trainers():
+def test_no_job_for_weights_of_an_earlier_incarnation():
     run = Run(one(), incarnation=1)
     assert run.ask(0, incarnation=0) is None
     assert run.ask(0, incarnation=1) is not None
@@ -123,7 +123,7 @@ def test_an_evaluation_without_scores_is_neither_better_nor_worse():
     assert run.stops == 0
 
 
-def test_a_restored_schedule_owes_what_was_not_done():
+def test_a_restored_schedule_has_the_evaluations_that_are_not_done():
     run = Run(one("a", every=2), one("b", every=2, best_by="avg@1", patience=2))
     job = run.ask(2, "maker-0")
     run.report(run.ask(2, "maker-1"), 2, is_best=False)
@@ -135,15 +135,15 @@ def test_a_restored_schedule_owes_what_was_not_done():
     assert again.ask(4, "maker-0").name == "a"
     assert again.ask(4, "maker-1") is None
     again.report(again.ask(6, "maker-1"), 6, is_best=False)
-    assert again.stops == 1, "evaluations that were not better are counted over a restart"
+    assert again.stops == 1, "the count of evaluations without improvement survives a restart"
 
 
-def test_the_end_is_waited_for():
+def test_the_final_evaluations_are_waited_for():
     run = Run(one("a"), one("b", at_end=False))
     assert run.versions(0, 0) == [0, 0]
     run.schedule.end(5)
     assert run.schedule.pending == ["a"]
     assert not run.schedule.wait(0.0)
-    assert run.ask(4) is None, "only the final version will do"
+    assert run.ask(4) is None, "only the final version counts"
     run.report(run.ask(5), 5)
     assert run.schedule.wait(0.0)

@@ -1,4 +1,4 @@
-"""`[[eval]]` in a settings file: what a set takes from the run, and what is refused."""
+"""`[[eval]]` in a settings file: what a set inherits from the run, and what is rejected."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def settings(**one):
     return build_config({**RUN, "eval": [held_out | one]})
 
 
-def test_what_a_set_leaves_out_is_the_runs():
+def test_a_set_inherits_settings_from_the_run():
     (one,) = settings(rollout={"temperature": 0.6}).eval
     assert (one.rollout.temperature, one.rollout.max_new_tokens, one.rollout.samples_per_prompt) == (0.6, 9, 4)
     assert one.reward.function == "rewards:f"
@@ -29,19 +29,19 @@ def test_what_a_set_leaves_out_is_the_runs():
 
 
 @pytest.mark.parametrize("is_own", [False, True])
-def test_the_reward_of_a_program_replaces_that_of_sets_which_follow_the_run(is_own):
+def test_a_reward_passed_to_train_replaces_that_of_sets_without_their_own(is_own):
     own = {"reward": {"function": "rewards:exact"}} if is_own else {}
     config = entry.choose_settings(settings(**own), reward=lambda completions: [0.0] * len(completions))
     assert (config.eval[0].reward == config.reward) == (not is_own)
 
 
-def test_a_dumped_file_means_the_same(tmp_path):
+def test_dumped_settings_load_as_the_same(tmp_path):
     config = settings(rollout={"top_p": 0.9}, every=5, best_by="pass@4", patience=3, pass_at=[2, 4])
     (tmp_path / "run.toml").write_text(dump_config(config))
     assert load_config(tmp_path / "run.toml").eval == config.eval
 
 
-def test_paths_count_from_the_folder_of_the_file(tmp_path):
+def test_paths_are_relative_to_the_folder_of_the_file(tmp_path):
     (tmp_path / "test.jsonl").write_text("")
     (tmp_path / "run.toml").write_text(dump_config(settings()))
     config = load_config(tmp_path / "run.toml")
@@ -49,7 +49,7 @@ def test_paths_count_from_the_folder_of_the_file(tmp_path):
     assert config.input_paths["eval[0].prompts.path"] == str(tmp_path / "test.jsonl")
 
 
-def test_modules_of_rewards_are_looked_for_where_the_set_says_and_else_where_the_run_does(tmp_path):
+def test_search_paths_of_a_set_override_those_of_the_run(tmp_path):
     (tmp_path / "graders").mkdir()
     own = settings(reward={"function": "g:f", "search_paths": ["graders"]})
     (tmp_path / "run.toml").write_text(dump_config(own))
@@ -73,36 +73,36 @@ def test_modules_of_rewards_are_looked_for_where_the_set_says_and_else_where_the
         ({"interval": 2}, "interval"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(one, key):
+def test_invalid_settings_are_rejected_by_name(one, key):
     with pytest.raises(ConfigError) as error:
         settings(**one)
     assert f"eval[0].{key}" in str(error.value)
 
 
-def test_options_that_the_engine_refuses_are_refused_before_anything_starts():
+def test_options_that_the_engine_lacks_are_rejected_before_the_run():
     slow = {"generate": {"max_time": 5.0}}
     with pytest.raises(ConfigError, match=r"eval\[0\]\.rollout.*max_time"):
         settings(rollout=slow)
     held_out = {"name": "held-out", "prompts": {"path": "test.jsonl"}, "rollout": slow}
-    for rollout in ({"engine": "reference"}, {"generate": {"use_cache": False}}):  # which makes it that engine
+    for rollout in ({"engine": "reference"}, {"generate": {"use_cache": False}}):  # which selects the reference engine
         one = {**held_out, "rollout": slow | rollout} if "engine" in rollout else held_out
         build_config({**RUN, "rollout": RUN["rollout"] | rollout, "eval": [one]})
 
 
-def test_names_differ_and_one_set_chooses_the_best():
+def test_names_must_differ_and_only_one_set_may_choose_the_best():
     first = {"name": "a", "prompts": {"path": "a.jsonl"}, "best_by": "avg@4"}
     for second in ({**first, "name": "b"}, {**first, "best_by": ""}):
         with pytest.raises(ConfigError, match="eval"):
             build_config({**RUN, "eval": [first, second]})
 
 
-def test_the_plan_tells_of_sets():
+def test_the_plan_lists_sets():
     (line,) = [line for line in plan_lines(settings(every=5)) if line.startswith("Evaluation")]
     assert "4 samples" in line
     assert "before training, every 5 versions, at the end" in line
 
 
-def test_the_plan_counts_prompts_and_says_how_a_set_is_measured(tmp_path):
+def test_the_plan_describes_sets_and_counts_their_prompts(tmp_path):
     (tmp_path / "test.jsonl").write_text('{"prompt": "a"}\n\n' * 7)
     own = {"rollout": {"do_sample": False, "max_new_tokens": 9}, "before": False, "at_end": False, "max_prompts": 100}
     one = {"prompts": {"path": str(tmp_path / "test.jsonl")}, "best_by": "avg@4", "every": 2, "patience": 3, **own}

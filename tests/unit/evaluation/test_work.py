@@ -1,4 +1,4 @@
-"""A maker that evaluates, on threads: its weights are held, answers are lost, trainers die."""
+"""A maker that evaluates, on threads: weights stay fixed, replies are lost, trainers die."""
 
 import json
 
@@ -19,7 +19,7 @@ from coati.weights.served import ServedModels, VerifiedUpdate
 
 
 class Trainer:
-    """The side of a trainer that makers call."""
+    """The methods of a trainer that makers call."""
 
     def __init__(self, config, **options):
         self.records = []
@@ -37,7 +37,7 @@ class Trainer:
 
 
 class WatchedEngine(ReferenceEngine):
-    """Does something before each batch."""
+    """An engine that calls `before_batch` before each batch."""
 
     def __init__(self, model, before_batch):
         super().__init__(model)
@@ -63,14 +63,14 @@ class Maker:
         )
 
     def turn(self):
-        """What the loop does when it asks for work; returns whether there was an evaluation."""
+        """Ask for an evaluation as the loop does, and run it; return whether there was one."""
         if (work := self.work.poll()) is None:
             return False
         work.run(self.pipeline)
         return True
 
     def update(self, version, scale=1.1):
-        """New weights, all of them scaled."""
+        """A full update that scales all weights."""
         tensors = {
             (label, name): tensor * scale if tensor.is_floating_point() else tensor
             for label, module in self.served.modules.items()
@@ -84,13 +84,13 @@ def config(config_of):
     return config_of({"best_by": "avg@2", "rollout": {"samples_per_prompt": 2, "prompts_per_batch": 2}})
 
 
-def test_weights_that_come_meanwhile_wait_until_it_is_done(config):
+def test_new_weights_wait_until_the_evaluation_is_done(config):
     trainer = Trainer(config)
     maker = Maker(config, ThreadPeers(trainer=trainer), lambda: maker.served.offer(maker.update(1)))
     calm = Maker(config, ThreadPeers(trainer=Trainer(config)))
     before = {name: tensor.clone() for name, tensor in maker.served.modules["actor"].state_dict().items()}
     assert maker.turn()
-    assert maker.served.version == 1, "they serve now"
+    assert maker.served.version == 1, "the new weights are committed afterwards"
     saved = build.load_actor(config, str(config.output_folder / "best")).state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in before.items()), "the version that was evaluated"
     assert calm.turn()
@@ -100,14 +100,14 @@ def test_weights_that_come_meanwhile_wait_until_it_is_done(config):
     assert not maker.turn()
 
 
-def test_trainers_hear_of_it_before_every_batch(config):
-    told = []
-    maker = Maker(config, ThreadPeers(trainer=Trainer(config)), lambda: told.append("batch"))
-    maker.work.poll().run(maker.pipeline, lambda: told.append("told"))
-    assert told == ["told", "batch"] * 3  # 5 prompts, 2 at a time
+def test_trainers_are_notified_before_every_batch(config):
+    events = []
+    maker = Maker(config, ThreadPeers(trainer=Trainer(config)), lambda: events.append("batch"))
+    maker.work.poll().run(maker.pipeline, lambda: events.append("notified"))
+    assert events == ["notified", "batch"] * 3  # 5 prompts, 2 at a time
 
 
-def test_a_report_whose_answer_is_lost_counts_once(config):
+def test_a_report_whose_reply_is_lost_counts_once(config):
     trainer = Trainer(config)
     peers = ThreadPeers(trainer=trainer)
     peers.drop_reply("trainer", "evaluated")
@@ -115,7 +115,7 @@ def test_a_report_whose_answer_is_lost_counts_once(config):
     assert trainer.versions == [0]
 
 
-def test_the_best_model_is_kept_whatever_dies(config_of):
+def test_the_best_model_is_kept_across_restarts(config_of):
     config = config_of({"best_by": "avg@2", "every": 1, "rollout": {"samples_per_prompt": 2}})
     trainer = Trainer(config)
     maker = Maker(config, ThreadPeers(trainer=trainer))
@@ -126,8 +126,10 @@ def test_the_best_model_is_kept_whatever_dies(config_of):
         assert maker.turn()
         values.append(trainer.records[-1]["evaluation"]["avg@2"])
         kept.append(json.loads((config.output_folder / "best" / "evaluation.json").read_text())["version"])
-    bests = [max(range(n + 1), key=lambda version: values[version]) for n in range(4)]  # the first of equals
-    assert len(set(values)) > 1, "or the test shows nothing"
+    bests = [
+        max(range(n + 1), key=lambda version: values[version]) for n in range(4)
+    ]  # the first one, if several are equal
+    assert len(set(values)) > 1, "otherwise the test shows nothing"
     assert kept == bests
     assert [record["evaluation"]["is_best"] for record in trainer.records] == [
         n == best for n, best in enumerate(bests)
@@ -136,10 +138,12 @@ def test_the_best_model_is_kept_whatever_dies(config_of):
     successor = Maker(config, ThreadPeers(trainer=again))
     assert successor.turn()
     expected = bests[-1] == 0
-    assert again.records[-1]["evaluation"]["is_best"] == expected, "what was saved and not reported is found again"
+    assert again.records[-1]["evaluation"]["is_best"] == expected, (
+        "a model that was saved but not reported is recognised"
+    )
 
 
-def test_an_evaluation_whose_grant_was_lost_is_made(config):
+def test_an_evaluation_whose_grant_was_lost_is_done(config):
     trainer = Trainer(config)
     peers = ThreadPeers(trainer=trainer)
     peers.drop_reply("trainer", "next_evaluation")
@@ -147,7 +151,7 @@ def test_an_evaluation_whose_grant_was_lost_is_made(config):
     assert trainer.versions == [0]
 
 
-def test_a_trainer_that_dies_meanwhile_leaves_a_maker_that_serves_the_next(config):
+def test_a_maker_serves_the_next_trainer_if_one_dies_meanwhile(config):
     peers = ThreadPeers(trainer=Trainer(config))
     maker = Maker(config, peers, lambda: peers.kill("trainer"))
     assert maker.turn()
@@ -161,7 +165,7 @@ def test_a_trainer_that_dies_meanwhile_leaves_a_maker_that_serves_the_next(confi
     assert second.versions == [0]
 
 
-def test_what_was_found_counts_even_if_the_model_cannot_be_saved(config, monkeypatch, caplog):
+def test_a_result_counts_even_if_the_model_cannot_be_saved(config, monkeypatch, caplog):
     def full(*args, **kwargs):
         raise CheckpointError("the disk is full")
 
@@ -172,7 +176,7 @@ def test_what_was_found_counts_even_if_the_model_cannot_be_saved(config, monkeyp
     assert "disk is full" in caplog.text
 
 
-def test_a_stop_ends_it_between_two_batches(config):
+def test_a_stop_ends_an_evaluation_between_two_batches(config):
     trainer, batches = Trainer(config), []
     maker = Maker(config, ThreadPeers(trainer=trainer), lambda: batches.append(1), should_stop=lambda: len(batches) > 1)
     assert maker.turn()

@@ -145,7 +145,7 @@ def test_the_maker_by_hand(caplog):
     make_one(evaluator, clock, two_samples(), 4.0, 0.5)
     with caplog.at_level(logging.INFO, logger="coati.actors.callbacks"):
         evaluator.on_loop_end()
-    clock.pass_seconds(100.0)  # what comes after the loop does not count
+    clock.pass_seconds(100.0)  # time after the loop does not count
     s = evaluator
     assert (s.samples, s.tokens, s.use.elapsed) == (4, 16, 10.0)
     assert s.use.seconds == {"generate": 6.5, "score": 0.5, "send": 1.0, "wait_weights": 1.5}
@@ -164,7 +164,7 @@ def test_the_maker_without_masks_counts_every_position():
     assert evaluator.tokens == 10
 
 
-def test_the_maker_starts_again_with_each_loop():
+def test_the_maker_resets_with_each_loop():
     clock = FakeClock()
     evaluator = connected(ExperienceMakerPerformanceEvaluator(1, 1, 1, 1), clock)
     for _ in range(2):
@@ -190,7 +190,7 @@ def run_episode(evaluator, clock, index, learn_seconds, *, batches=1):
 
 
 @pytest.mark.parametrize(("enable_grad_checkpoint", "per_weight"), [(False, 6), (True, 8)])
-@pytest.mark.parametrize("first_episode", [0, 40])  # a resumed run is as cold as a new one
+@pytest.mark.parametrize("first_episode", [0, 40])  # a resumed run needs a warm-up too
 def test_the_trainer_by_hand(caplog, enable_grad_checkpoint, per_weight, first_episode):
     clock = FakeClock()
     evaluator = connected(TrainerPerformanceEvaluator(1000, 100, enable_grad_checkpoint), clock)
@@ -226,7 +226,7 @@ def test_no_warm_up_counts_the_first_episode():
     assert evaluator.samples == 4
 
 
-def test_empty_runs_end_without_a_division_by_zero(caplog):
+def test_empty_runs_do_not_divide_by_zero(caplog):
     maker = ExperienceMakerPerformanceEvaluator(1, 1, 1, 1)
     trainer = TrainerPerformanceEvaluator(1, 1)
     with caplog.at_level(logging.INFO, logger="coati.actors.callbacks"):
@@ -237,7 +237,7 @@ def test_empty_runs_end_without_a_division_by_zero(caplog):
     assert ["nothing to measure" in message for message in caplog.messages] == [True, True]
 
 
-def test_evaluators_travel_before_use():
+def test_evaluators_pickle_before_use():
     for evaluator in (ExperienceMakerPerformanceEvaluator(1, 2, 3, 4), TrainerPerformanceEvaluator(1, 2)):
         assert pickle.loads(pickle.dumps(evaluator)).samples == 0
 
@@ -280,5 +280,5 @@ def test_a_run_too_quick_to_time_has_no_rates():
         (7323.4, "122 min 03 s"),
     ],
 )
-def test_seconds_are_scaled(value, text):
+def test_durations_have_suitable_units(value, text):
     assert format_seconds(value) == text

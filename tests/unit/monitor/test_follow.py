@@ -1,4 +1,4 @@
-"""What trackers are sent of a run, and that no failure of theirs reaches it."""
+"""What a run sends to trackers, and that a tracker that fails does not affect the run."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SECTIONS = {"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": {"
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """A tracker's process has low priority, and a test machine may be busy."""
+    """Wait long: a tracker's process has low priority, and the test machine may be busy."""
     monkeypatch.setattr(follow_module, "_WAIT_SECONDS", 300.0)
 
 
@@ -35,7 +35,7 @@ def folder(tmp_path):
 
 
 class FakeTracker:
-    """Remembers what it was given; fails in the call that `breaks` names."""
+    """Records its calls; the method that `breaks` names raises."""
 
     def __init__(self, breaks=""):
         self.breaks = breaks
@@ -63,7 +63,7 @@ def sample(version, text):
 
 
 def write_row(folder, step, version, *, time, texts=(), **metrics):
-    """Write what a run does: samples of a version first, then the row of its last step."""
+    """Write as a run does: the samples of a version, then the row of its last step."""
     if texts:
         append_jsonl(folder / "samples.jsonl", [sample(version, text) for text in texts])
         metrics["reward/mean"] = 0.5
@@ -74,7 +74,7 @@ def steps_read(reader):
     return [(row["step"], [sample["response"] for sample in samples]) for row, samples in reader.read()]
 
 
-def test_rows_come_once_with_the_samples_of_their_version(folder):
+def test_each_row_is_read_once_with_the_samples_of_its_version(folder):
     reader = RowReader(folder)
     assert steps_read(reader) == []  # nothing is written yet
     write_row(folder, 1, 0, time=1.0)
@@ -86,7 +86,7 @@ def test_rows_come_once_with_the_samples_of_their_version(folder):
     assert steps_read(reader) == [(3, ["later", "c"])]
 
 
-def test_a_row_that_is_being_written_is_read_when_it_is_whole(folder):
+def test_an_incomplete_row_is_read_once_it_is_complete(folder):
     reader = RowReader(folder)
     row = json.dumps({"step": 1, "version": 0, "time": 1.0}).encode() + b"\n"
     with (folder / "metrics.jsonl").open("ab", buffering=0) as file:
@@ -96,7 +96,7 @@ def test_a_row_that_is_being_written_is_read_when_it_is_whole(folder):
         assert steps_read(reader) == [(1, [])]
 
 
-def test_when_a_run_continues_from_an_earlier_step_what_it_makes_again_is_sent_again(folder):
+def test_rows_rewritten_after_a_resume_are_sent_again(folder):
     reader = RowReader(folder)
     for step in range(1, 5):
         write_row(folder, step, step - 1, time=float(step), texts=[f"old {step}"])
@@ -106,11 +106,11 @@ def test_when_a_run_continues_from_an_earlier_step_what_it_makes_again_is_sent_a
     for step in range(3, 6):
         write_row(folder, step, step - 1, time=10.0 + step, texts=[f"new {step}"])
     assert steps_read(reader) == [(step, [f"new {step}"]) for step in (3, 4, 5)]
-    resumed = RowReader(folder, seen=reader.seen - 1.0)  # by a process that had sent all but the last row
+    resumed = RowReader(folder, seen=reader.seen - 1.0)  # after a process that had sent all but the last row
     assert steps_read(resumed) == [(5, ["new 5"])]
 
 
-def test_an_object_gets_what_the_files_hold(folder):
+def test_a_tracker_object_gets_the_content_of_the_files(folder):
     tracker, log = FakeTracker(), RunLog(folder, total_steps=2)
     with following(folder, [tracker]):
         for step in (1, 2):
@@ -128,7 +128,7 @@ def test_an_object_gets_what_the_files_hold(folder):
     assert tracker.closed == [False]
 
 
-def test_rows_from_before_a_resume_are_not_sent_to_an_object(folder):
+def test_a_tracker_object_gets_no_rows_from_before_a_resume(folder):
     write_row(folder, 1, 0, time=1.0, texts=["before"])
     tracker = FakeTracker()
     with following(folder, [tracker]):
@@ -137,7 +137,7 @@ def test_rows_from_before_a_resume_are_not_sent_to_an_object(folder):
 
 
 @pytest.mark.parametrize("breaks", ["log", "samples", "close"])
-def test_an_object_that_fails_is_reported_once_and_others_go_on(breaks, folder, caplog):
+def test_a_failing_tracker_object_is_reported_once_and_others_continue(breaks, folder, caplog):
     bad, good = FakeTracker(breaks), FakeTracker()
     with following(folder, [bad, good]):
         for step in range(1, 4):
@@ -148,14 +148,28 @@ def test_an_object_that_fails_is_reported_once_and_others_go_on(breaks, folder, 
     assert (len(good.logged), len(good.tables), good.closed) == (3, 3, [False])
 
 
-def test_a_run_that_fails_is_closed_as_failed(folder):
+def test_trackers_are_told_that_the_run_failed(folder):
     tracker = FakeTracker()
     with pytest.raises(RuntimeError, match="training"), following(folder, [tracker]):
         raise RuntimeError("training went wrong")
     assert tracker.closed == [True]
 
 
-def test_a_tracker_that_hangs_does_not_hold_up_the_run(folder, monkeypatch, caplog):
+def open_pipes():
+    with os.scandir("/proc/self/fd") as entries:
+        links = [os.readlink(entry.path) for entry in entries if os.path.lexists(entry.path)]
+    return sum(link.startswith("pipe:") for link in links)
+
+
+def test_tracker_objects_leave_no_open_pipes(folder, caplog):
+    before = open_pipes()
+    with following(folder, [FakeTracker(), FakeTracker("log")]):
+        write_row(folder, 1, 0, time=1e12)
+    assert "FakeTracker failed" in caplog.text
+    assert open_pipes() == before
+
+
+def test_a_tracker_that_hangs_does_not_block_the_run(folder, monkeypatch, caplog):
     monkeypatch.setattr(follow_module, "_WAIT_SECONDS", 0.01)
     answer, tracker = threading.Event(), FakeTracker()
     tracker.log = lambda step, metrics: answer.wait()
@@ -168,7 +182,7 @@ def test_a_tracker_that_hangs_does_not_hold_up_the_run(folder, monkeypatch, capl
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Put a package called trackio, with a given `init`, where processes of trackers find it."""
+    """Install a fake package trackio, with a given `init`, for tracker processes."""
 
     def make(init):
         (tmp_path / "packages").mkdir()
@@ -180,23 +194,23 @@ def package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("failure", "message"),
     [
         ("raise RuntimeError(f'the key {os.environ[\"TRACKIO_KEY\"]} is wrong')", "the key <TRACKIO_KEY> is wrong"),
-        ("os._exit(7)", "ended with code 7"),
+        ("os._exit(7)", "exited with code 7"),
         ("sys.exit('no terminal')", "no terminal"),
     ],
 )
-def test_a_process_that_fails_is_reported_once_with_the_remedy_and_without_keys(
-    what, said, package, folder, monkeypatch, caplog
+def test_a_failing_tracker_process_is_reported_once_with_a_remedy_and_without_keys(
+    failure, message, package, folder, monkeypatch, caplog
 ):
     monkeypatch.setenv("TRACKIO_KEY", "hf_SecretSecret")
-    package(f"import os, sys\ndef init(**options):\n    print('hello')\n    {what}\n")
+    package(f"import os, sys\ndef init(**options):\n    print('hello')\n    {failure}\n")
     with following(folder, ["trackio"]):
         write_row(folder, 1, 0, time=1.0)
     assert len(caplog.messages) == 1
     assert "trackio failed; training continues" in caplog.text
-    assert said in caplog.text
+    assert message in caplog.text
     assert f"-m coati.monitor.follow {folder} trackio" in caplog.text
     assert "SecretSecret" not in caplog.text
     assert "hello" in (folder / "trackers" / "trackio.log").read_text()
@@ -219,7 +233,7 @@ run.id = "1"
 """
 
 
-def test_a_resumed_run_continues_under_its_name_and_sends_only_what_is_new(package, folder, monkeypatch):
+def test_a_resumed_run_keeps_its_name_and_sends_only_new_rows(package, folder, monkeypatch):
     package(PACKAGE)
     monkeypatch.chdir(folder)
     settings = {**SECTIONS, "run": {"name": "film"}, "logging": {"trackers": {"trackio": {"project": "mine"}}}}
@@ -230,7 +244,7 @@ def test_a_resumed_run_continues_under_its_name_and_sends_only_what_is_new(packa
     with following(folder, ["trackio"]):
         write_row(folder, 2, 1, time=2.0)
     command = [sys.executable, "-m", "coati.monitor.follow", str(folder), "trackio"]
-    subprocess.run(command, check=True, timeout=100)  # by hand, when everything is sent
+    subprocess.run(command, check=True, timeout=100)  # by hand, with nothing left to send
     assert json.loads((folder / "trackers" / "trackio.json").read_text())["id"] == first["id"]
     assert [json.loads(line) for line in (folder / "calls").read_text().splitlines()] == [
         ["init", "film", "never", "mine"],
@@ -245,7 +259,7 @@ def test_a_resumed_run_continues_under_its_name_and_sends_only_what_is_new(packa
     ]
 
 
-def test_tensorboard_reads_back_what_was_written_last_of_each_step(folder):
+def test_tensorboard_shows_the_last_values_written_for_each_step(folder):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with following(folder, ["tensorboard"]):
         for step in (1, 2, 3):
@@ -272,13 +286,13 @@ def test_tensorboard_reads_back_what_was_written_last_of_each_step(folder):
         ({"server_url": "http://host/?write_token=c0ffee"}, "logging.trackers.swanlab.server_url"),
     ],
 )
-def test_settings_take_no_secrets(table, key):
+def test_secrets_in_settings_are_rejected(table, key):
     with pytest.raises(ConfigError, match=f"{key} must be left out") as raised:
         build_config({**SECTIONS, "logging": {"trackers": {"swanlab": table}}})
     assert "c0ffee" not in str(raised.value)
 
 
-def test_a_tracker_that_is_not_known_or_not_installed_is_an_error_before_the_run(tmp_path, monkeypatch):
+def test_an_unknown_or_missing_tracker_is_an_error_before_the_run(tmp_path, monkeypatch):
     for wrong in (["wandb"], {"weights": {}}):
         with pytest.raises(ConfigError, match=r"logging\.trackers.* must be .*wandb"):
             build_config({**SECTIONS, "logging": {"trackers": wrong}})

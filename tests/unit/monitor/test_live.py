@@ -1,4 +1,4 @@
-"""What a run prints in a terminal, and where there is none."""
+"""What a run prints, with a terminal and without one."""
 
 import io
 
@@ -16,13 +16,13 @@ def shown(*snapshots):
     return text.getvalue().splitlines()
 
 
-def test_the_last_line_has_the_version_after_the_last_update():
+def test_the_last_line_shows_the_version_after_the_last_update():
     lines = shown({"step": 0, "version": 0, "message": "loading"}, {"step": 2, "version": 1}, {"step": 2, "version": 2})
     assert len(lines) == 2
     assert "version 2" in lines[-1]
 
 
-def test_what_happens_after_the_last_step_is_shown():
+def test_activity_after_the_last_step_is_shown():
     lines = shown({"step": 2, "version": 1}, {"step": 2, "version": 2, "message": "saving"})
     assert len(lines) == 1
     assert "version 2" in lines[0]

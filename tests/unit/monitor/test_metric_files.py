@@ -1,4 +1,4 @@
-"""Files of metrics: what is written, and what is read back."""
+"""Files of metrics: writing and reading them back."""
 
 import json
 import math
@@ -13,12 +13,12 @@ from coati.monitor.metrics import append_jsonl
 
 def test_lines_are_on_disk_when_the_call_returns(tmp_path):
     path = tmp_path / "samples.jsonl"
-    append_jsonl(path, [{"text": "größer\nals zwei Zeilen\u2028oder drei"}, {"text": "a\udc80b"}])
-    assert [row["text"] for row in read_jsonl(path)] == ["größer\nals zwei Zeilen\u2028oder drei", "a\udc80b"]
+    append_jsonl(path, [{"text": "größer\nthan two lines\u2028or three"}, {"text": "a\udc80b"}])
+    assert [row["text"] for row in read_jsonl(path)] == ["größer\nthan two lines\u2028or three", "a\udc80b"]
     assert "größer" in path.read_text(errors="replace")
 
 
-def test_what_json_cannot_say_is_null_and_comes_back_as_nan(tmp_path):
+def test_nan_and_infinity_are_written_as_null_and_read_as_nan(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append_jsonl(path, [{"policy/loss": math.nan, "policy/ratio_max": math.inf, "value/loss": 1.0}])
     raw = json.loads(path.read_text(), parse_constant=pytest.fail)  # strict: no NaN, no Infinity
@@ -28,13 +28,13 @@ def test_what_json_cannot_say_is_null_and_comes_back_as_nan(tmp_path):
     assert record["value/loss"] == 1.0
 
 
-def test_an_incomplete_last_line_is_left_out(tmp_path):
+def test_an_incomplete_last_line_is_ignored(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n{"step": 1, "rew')
     assert [record["step"] for record in read_jsonl(path)] == [0]
 
 
-def test_metrics_load_as_a_table_by_step(tmp_path):
+def test_metrics_load_as_a_data_frame_indexed_by_step(tmp_path):
     pandas = pytest.importorskip("pandas")
     rows = [{"step": 1, "version": 0, "policy/loss": None}, {"step": 2, "version": 0, "policy/loss": 0.5}]
     append_jsonl(tmp_path / "metrics.jsonl", rows)
@@ -55,7 +55,7 @@ def test_without_pandas_the_error_names_the_remedy(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", [b"garbage", b"[1]", b""])
-def test_a_damaged_line_in_the_middle_is_named(tmp_path, damage):
+def test_the_error_for_a_damaged_line_names_the_line(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n' + damage + b'\n{"step": 2}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 2: every line must be a JSON object"):

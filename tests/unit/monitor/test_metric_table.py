@@ -15,7 +15,7 @@ AREAS = "|".join(sorted({name.partition("/")[0] for name in DOCUMENTED}))
 
 @functools.cache
 def named_in_source():
-    """The names of metrics that stand in the source, and patterns of those that are put together there."""
+    """Return the names of metrics in the source, and patterns for the names that f-strings build there."""
     names, patterns = set(), set()
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -36,4 +36,4 @@ def test_every_metric_in_the_source_is_in_the_table():
 def test_every_metric_in_the_table_is_in_the_source():
     names, patterns = named_in_source()
     unknown = {name for name in DOCUMENTED - names if not any(re.fullmatch(pattern, name) for pattern in patterns)}
-    assert unknown == set(), "docs/metrics.md describes what no run writes"
+    assert unknown == set(), "docs/metrics.md describes metrics that no run writes"

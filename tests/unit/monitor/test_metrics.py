@@ -1,4 +1,4 @@
-"""The reduction travels with the number."""
+"""Metrics merge by their own reduction."""
 
 import doctest
 import importlib
@@ -14,7 +14,7 @@ from coati.monitor.metrics import Max, Mean, Min, Sum, merge_metrics, values_of
 NAN = float("nan")
 
 
-def test_each_kind_merges_its_own_way():
+def test_each_type_has_its_own_reduction():
     assert Mean(1.0, 3).merge(Mean(5.0, 1)) == Mean(2.0, 4)  # (1·3 + 5·1) / 4
     assert Sum(2.0).merge(Sum(3.0)) == Sum(5.0)
     assert Max(2.0).merge(Max(3.0)) == Max(3.0)
@@ -24,12 +24,12 @@ def test_each_kind_merges_its_own_way():
 
 
 def test_a_mean_without_weight_never_counts():
-    # An empty micro-batch gives 0 / 0: its NaN must not poison the mean.
+    # An empty micro-batch gives 0 / 0: its NaN must not reach the mean.
     assert Mean(NAN, 0).merge(Mean(2.0, 1)) == Mean(2.0, 1)
     assert Mean(2.0, 1).merge(Mean(NAN, 0)) == Mean(2.0, 1)
 
 
-def test_a_mean_that_saw_nothing_is_left_out():
+def test_a_mean_without_data_is_left_out():
     assert values_of({"policy/loss": Mean(NAN, 0), "train/samples": Sum(4)}) == {"train/samples": 4.0}
 
 
@@ -43,7 +43,7 @@ def test_nan_wins_in_either_order(kind):
     st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0.1, 100)), min_size=1, max_size=20),
     st.integers(0, 20),
 )
-def test_means_merge_to_the_same_however_they_are_split(pairs, cut):
+def test_merging_means_does_not_depend_on_the_split(pairs, cut):
     left, right = {}, {}
     for held, part in ((left, pairs[:cut]), (right, pairs[cut:])):
         for value, weight in part:
@@ -53,7 +53,7 @@ def test_means_merge_to_the_same_however_they_are_split(pairs, cut):
     assert values_of(left)["a/b"] == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
 
-def test_merging_leaves_the_other_alone():
+def test_merging_does_not_change_the_other():
     one, other = {"maker/samples": Sum(1)}, {"maker/samples": Sum(2), "reward/max": Max(0.5)}
     merge_metrics(one, pickle.loads(pickle.dumps(other)))
     assert list(values_of(one).items()) == [("maker/samples", 3.0), ("reward/max", 0.5)]
@@ -61,7 +61,7 @@ def test_merging_leaves_the_other_alone():
     assert other["maker/samples"] == Sum(2)
 
 
-def test_a_name_keeps_its_kind():
+def test_the_type_of_a_metric_cannot_change():
     held = {"train/samples": Sum(1)}
     with pytest.raises(AssertionError, match="train/samples was Sum"):
         merge_metrics(held, {"train/samples": Mean(1)})
@@ -69,6 +69,6 @@ def test_a_name_keeps_its_kind():
 
 
 @pytest.mark.parametrize("module", ["metrics", "live"])
-def test_the_examples_in_docstrings(module):
+def test_docstring_examples(module):
     result = doctest.testmod(importlib.import_module(f"coati.monitor.{module}"))
     assert (result.attempted > 0, result.failed) == (True, 0)

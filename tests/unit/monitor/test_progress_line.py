@@ -1,4 +1,4 @@
-"""What a person sees of a run."""
+"""The progress line of a run."""
 
 from coati.monitor.live import plain_line
 from coati.monitor.run_log import RunSnapshot
@@ -36,17 +36,17 @@ def test_a_plain_line():
     )
 
 
-def test_restarts_are_shown_once_there_are_some():
+def test_restarts_are_shown_only_if_there_are_any():
     assert "restart" not in plain_line(halfway())
     assert "2 restarts, 0:00:12 elapsed" in plain_line(halfway(restarts={"makers": 2}))
 
 
-def test_a_plain_line_before_anything_is_known():
+def test_a_plain_line_without_data():
     assert plain_line(RunSnapshot(step=0, total_steps=0, version=0)) == "step 0, version 0, 0:00:00 elapsed"
     starting = RunSnapshot(step=0, total_steps=9, version=0, samples_per_second=0.0, message="loading models")
     assert plain_line(starting) == "loading models, 0:00:00 elapsed"
 
 
-def test_a_run_is_not_done_until_it_is():
+def test_100_percent_means_that_the_run_is_done():
     assert "(99%)" in plain_line(halfway(step=9_999, total_steps=10_000))
     assert "(100%)" in plain_line(halfway(step=60))

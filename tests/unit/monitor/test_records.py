@@ -1,4 +1,4 @@
-"""Records wait until they are fetched; fetching twice is harmless."""
+"""Records are kept until they are fetched, and can be fetched twice."""
 
 import logging
 
@@ -18,7 +18,7 @@ def numbers(page):
     return [record["n"] for record in page.records]
 
 
-def test_a_cursor_gives_what_came_after_it():
+def test_a_cursor_selects_later_records():
     log = log_of(3)
     page = log.since(0)
     assert (numbers(page), page.cursor) == ([0, 1, 2], 3)
@@ -27,20 +27,20 @@ def test_a_cursor_gives_what_came_after_it():
     assert (numbers(log.since(3)), log.since(3).cursor) == ([3], 4)
 
 
-def test_a_lost_answer_can_be_fetched_again():
+def test_a_lost_reply_can_be_fetched_again():
     log = log_of(3)
     assert log.since(1) == log.since(1)
     assert numbers(log.since(1)) == [1, 2]
 
 
-def test_a_full_log_forgets_the_oldest_and_repeats_nothing():
+def test_a_full_log_drops_the_oldest_records_and_repeats_none():
     log = log_of(5, capacity=2)
     assert (numbers(log.since(0)), log.since(0).cursor) == ([3, 4], 5)
     assert numbers(log.since(4)) == [4]
     assert numbers(log.since(5)) == []
 
 
-def test_what_was_read_is_forgotten_but_for_the_newest():
+def test_records_that_were_read_are_dropped_except_the_newest():
     log = log_of(READ_KEPT + 5)
     assert len(log.since(3).records) == READ_KEPT + 2
     assert len(log.since(0).records) == READ_KEPT + 5
@@ -48,13 +48,13 @@ def test_what_was_read_is_forgotten_but_for_the_newest():
     assert numbers(log.since(0)) == list(range(4, READ_KEPT + 5))
 
 
-def test_a_cursor_of_an_earlier_log_gives_all_of_the_new_one():
-    # The actor was restarted: its log has 2 records, and the reader comes with the cursor 10 of the old one.
+def test_a_cursor_of_an_earlier_log_selects_all_records_of_the_new_one():
+    # The actor was restarted: its log has 2 records, but the reader's cursor is 10, from the old log.
     page = log_of(2).since(10)
     assert (numbers(page), page.cursor) == ([0, 1], 2)
 
 
-def test_a_page_is_not_changed_by_what_comes_later():
+def test_later_records_do_not_change_a_page():
     log = log_of(1)
     page = log.since(0)
     log.append({"n": 1})
@@ -69,7 +69,7 @@ def logger_of_an_actor():
     logger.handlers.clear()
 
 
-def test_warnings_are_kept_among_the_records(logger_of_an_actor):
+def test_warnings_are_recorded(logger_of_an_actor):
     records = RecordLog()
     logger_of_an_actor.addHandler(WarningRecorder(records))
     logger_of_an_actor.warning("waited %s s for %s", 10, "weights")
@@ -80,7 +80,7 @@ def test_warnings_are_kept_among_the_records(logger_of_an_actor):
     assert waited["kind"] != lost["kind"]
 
 
-def test_of_many_warnings_a_few_are_shown_and_all_are_written(tmp_path, caplog):
+def test_repeated_warnings_are_all_written_but_only_some_are_shown(tmp_path, caplog):
     logger, path = logging.getLogger("coati.a_test_of_many_warnings"), tmp_path / "warnings.log"
     with WarningsFile(path):
         for number in range(100):
@@ -96,7 +96,7 @@ def test_of_many_warnings_a_few_are_shown_and_all_are_written(tmp_path, caplog):
     assert len(path.read_text().splitlines()) == 106
 
 
-def test_warnings_that_cannot_be_written_are_shown(tmp_path, caplog):
+def test_warnings_are_shown_even_if_the_file_cannot_be_written(tmp_path, caplog):
     with WarningsFile(tmp_path / "no" / "such" / "folder"):
         logging.getLogger("coati.a_test_of_many_warnings").warning("all is well")
     assert caplog.messages == ["all is well"]

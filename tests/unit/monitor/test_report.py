@@ -1,4 +1,4 @@
-"""Reports of run folders, from spans worked by hand to what is printed."""
+"""Reports of run folders, from totals of spans computed by hand to the printed text."""
 
 import doctest
 import io
@@ -30,7 +30,7 @@ def work(what, start, end, version=0):
 
 
 def shares(**actors):
-    """The times of actors that divided 10 s in the given way."""
+    """The times of actors that spent 10 s on the given activities, in order."""
     found = {}
     for actor, seconds in actors.items():
         now = 0.0
@@ -41,8 +41,8 @@ def shares(**actors):
     return run_times(found)
 
 
-# Maker: starts up until 100, then generates 2, scores 1, sends 0.5, waits 0.5 for room, waits 1.5 for weights, commits
-# for 0.5, generates 4. Trainer: waits 4, trains 4, publishes 2.
+# Seconds. Maker: start-up until 100, then generate 2, score 1, send 0.5, wait for room 0.5, wait for weights 1.5,
+# commit 0.5, generate 4. Trainer: wait 4, train 4, publish 2.
 SPANS = {
     "maker-0": [
         work("wait_weights", 90.0, 100.0),
@@ -64,7 +64,7 @@ SPANS = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """What a short run leaves."""
+    """The folder of a short run."""
     rows = [{"actor": actor, **span._asdict()} for actor, spans in SPANS.items() for span in spans]
     (tmp_path / "spans.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     metrics = [
@@ -100,7 +100,7 @@ def folder(tmp_path):
 
 def test_times_of_both_actors_by_hand():
     times = run_times(SPANS)
-    assert times.elapsed == 10.0  # start-up is left out
+    assert times.elapsed == 10.0  # without start-up
     maker, trainer = times.actors.values()
     own = {"generate": 0.6, "score": 0.1, "send": 0.05, "commit": 0.05, "wait_weights": 0.15, "wait_room": 0.05}
     assert maker == pytest.approx({**own, "worked": 0.8, "waited": 0.2, "absent": 0.0, "other": 0.0})
@@ -109,7 +109,7 @@ def test_times_of_both_actors_by_hand():
     assert times.verdict().startswith("maker-0 worked 80%")
 
 
-def test_the_pause_before_a_run_was_resumed_is_no_time_of_the_run():
+def test_the_gap_before_a_resume_does_not_count_as_run_time():
     later = [work("generate", 1000, 1008), work("wait_weights", 1008, 1010)]
     spans = {
         "maker-0": [work("generate", 0, 8), work("wait_weights", 8, 10), *later],
@@ -118,19 +118,19 @@ def test_the_pause_before_a_run_was_resumed_is_no_time_of_the_run():
     times = run_times(spans)
     assert times.elapsed == 20.0
     assert times.actors["maker-0"]["generate"] == pytest.approx(0.8)
-    assert times.actors["trainer-0"]["absent"] == pytest.approx(0.4), "it ended before the maker, and began later"
+    assert times.actors["trainer-0"]["absent"] == pytest.approx(0.4), "it ended before the maker, and started later"
 
 
 @pytest.mark.parametrize(
     ("maker", "trainer", "says"),
     [
         ({"generate": 5, "wait_weights": 5}, {"train": 5, "wait_data": 5}, r"turns.*data \(50%\).*weights \(50%\)"),
-        ({"generate": 10}, {"train": 6, "wait_data": 4}, r"Generation is the limit.*data \(40%\)"),
+        ({"generate": 10}, {"train": 6, "wait_data": 4}, r"Generation is the bottleneck.*data \(40%\)"),
         ({"generate": 6, "wait_rewards": 4}, {"train": 5, "wait_data": 5}, r"reward functions \(40%\)"),
-        ({"generate": 4, "wait_weights": 6}, {"train": 10}, r"Training is the limit.*weights \(60%\)"),
+        ({"generate": 4, "wait_weights": 6}, {"train": 10}, r"Training is the bottleneck.*weights \(60%\)"),
         ({"generate": 7, "wait_room": 3}, {"train": 10}, r"room in the buffer \(30%\)"),
         ({"generate": 9, "wait_weights": 1}, {"train": 9, "wait_data": 1}, "in balance"),
-        ({"generate": 5}, {"train": 10}, r"Training is the limit.*finished.* \(50%\)"),
+        ({"generate": 5}, {"train": 10}, r"Training is the bottleneck.*finished.* \(50%\)"),
     ],
 )
 def test_the_verdict_names_what_limits_the_run(maker, trainer, says):
@@ -138,9 +138,9 @@ def test_the_verdict_names_what_limits_the_run(maker, trainer, says):
     assert re.search(says, times.verdict())
 
 
-def test_who_was_there_for_a_part_of_the_run_was_absent_for_the_rest():
-    # Of 100 s: maker-0 works all the time, maker-1 leaves after 10, maker-2 is there from 80 to 90 and works for 9 of
-    # them, maker-3 is there from 50 to 70.
+def test_an_actor_is_absent_before_its_first_and_after_its_last_span():
+    # Of 100 s: maker-0 works all the time, maker-1 leaves after 10, maker-2 is present from 80 to 90 and works for 9 s
+    # of that, maker-3 is present from 50 to 70.
     spans = {
         "maker-0": [work("generate", 0, 100)],
         "maker-1": [work("generate", 0, 10)],
@@ -153,7 +153,7 @@ def test_who_was_there_for_a_part_of_the_run_was_absent_for_the_rest():
     assert [shares["absent"] for shares in times.actors.values()] == pytest.approx([0.0, 0.9, 0.9, 0.8, 0.0])
     assert [shares["other"] for shares in times.actors.values()] == pytest.approx([0.0, 0.0, 0.01, 0.0, 0.0])
     assert times.verdict().startswith("maker-0 worked 100%")
-    assert "were not there (65%)" in times.verdict()  # 2.6 of 4
+    assert "were absent (65%)" in times.verdict()  # 2.6 of 4
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(time_table(times))
     text = console.export_text()
@@ -161,7 +161,7 @@ def test_who_was_there_for_a_part_of_the_run_was_absent_for_the_rest():
     assert re.search(r"other\W+0%\W+0%\W+1%\W+0%\W+0%", text)
 
 
-def test_actors_are_in_natural_order_and_many_are_shown_by_kind():
+def test_actors_are_in_natural_order_and_many_are_averaged_by_kind():
     names = [f"maker-{index}" for index in range(12)]
     makers = {name: {"generate": 8, "wait_weights": 2} for name in names}
     times = shares(**{"trainer-0": {"train": 10}}, **makers)
@@ -178,22 +178,22 @@ def test_spans_without_work_have_no_times():
     assert run_times({"maker-0": [work("wait_weights", 0, 1)]}) is None
 
 
-def test_a_course_is_drawn_from_the_least_to_the_greatest_and_thinned_to_averages():
+def test_sparklines_are_scaled_and_long_series_are_averaged():
     assert doctest.testmod(coati.monitor.report).failed == 0
     assert sparkline([0.5, 0.5]) == "▁▁"
     long = sparkline([step % 2 for step in range(3000)] + [9.0] * 1000)
     assert len(long) == 24
-    assert set(long) == {"▁", "█"}  # each of the first is the mean of fifty zeros and fifty ones
+    assert set(long) == {"▁", "█"}  # the first bars are means of as many zeros as ones
 
 
-def test_metrics_with_two_points_have_a_course(folder):
+def test_metrics_with_two_points_have_a_curve(folder):
     assert curves(read_run(folder)) == {
         "mean reward": [(2.0, 0.25), (3.0, 0.75)],
         "reward term: brevity": [(2.0, 5.12e-07), (3.0, 1e-07)],
     }
 
 
-def test_a_chart_goes_from_corner_to_corner_with_its_ends_and_few_points():
+def test_a_chart_fills_its_frame_labels_its_ends_and_has_few_points():
     drawn = ElementTree.fromstring(chart("a <b> & c", [(10.0, 2.0), (15.0, 1.0), (30.0, 3.0)]))
     texts = [text.text for text in drawn.iter("text")]
     assert texts == ["a <b> & c", "3", "1", "step 10", "30"]
@@ -215,8 +215,8 @@ def test_restarts_are_counted(folder):
     for row, number in zip(run.metrics, (0, 2, 2), strict=True):
         row |= {"restarts/makers": 0.0, "restarts/trainers": float(number)}
     facts = dict(headline(run, None))
-    assert facts["restarts of trainers"] == "2", "a count so far"
-    assert "restarts of makers" not in facts
+    assert facts["trainer restarts"] == "2", "the latest count, not a sum over steps"
+    assert "maker restarts" not in facts
 
 
 def test_samples_are_of_the_first_and_the_last_version(folder):
@@ -224,7 +224,7 @@ def test_samples_are_of_the_first_and_the_last_version(folder):
     assert [sample["version"] for sample in chosen] == [0, 0, 0, 2, 2, 2]
 
 
-def test_the_command_prints_facts_courses_samples_and_times(folder, capsys, monkeypatch):
+def test_the_command_prints_figures_curves_samples_and_times(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     report(folder)
     printed = capsys.readouterr().out
@@ -238,7 +238,7 @@ def test_the_command_prints_facts_courses_samples_and_times(folder, capsys, monk
         "40%",
     ):
         assert part in printed
-    assert "\x1b" not in printed  # samples do not steer the terminal
+    assert "\x1b" not in printed  # samples cannot control the terminal
     page = (folder / "report.html").read_text()
     for part in ("▁█", "the &lt;b&gt;film&lt;/b&gt;", " number 0 [31m&amp; more", "wait for data", "40%"):
         assert part in page
@@ -260,13 +260,13 @@ def test_the_report_of_a_run_that_failed_says_why(folder, tmp_path, capsys):
     (folder / "error.txt").write_text("the judge [404] is gone\n")
     report(folder)
     assert "the judge [404] is gone" in capsys.readouterr().out
-    for name in ("metrics.jsonl", "spans.jsonl", "samples.jsonl"):  # before its first step
+    for name in ("metrics.jsonl", "spans.jsonl", "samples.jsonl"):  # it failed before the first step
         (folder / name).unlink()
     report(folder)
     assert "the judge [404] is gone" in capsys.readouterr().out
 
 
-def test_folders_that_are_no_runs_are_refused(tmp_path):
+def test_folders_without_a_run_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"neither metrics.jsonl nor spans.jsonl"):
@@ -286,18 +286,18 @@ def test_folders_that_are_no_runs_are_refused(tmp_path):
         ("metrics.jsonl", "no json\n{}\n", r"metrics.jsonl, line 1: every line must be a JSON object"),
     ],
 )
-def test_damaged_files_are_named(folder, file, content, message):
+def test_the_error_names_the_damaged_file(folder, file, content, message):
     (folder / file).write_text(content)
     with pytest.raises(DataError, match=message):
         read_run(folder)
 
 
-def test_a_line_that_is_still_being_written_is_left_out(folder):
+def test_a_line_that_is_still_being_written_is_ignored(folder):
     with (folder / "spans.jsonl").open("a") as file:
         file.write('{"actor": "maker-0", "la')
     assert read_run(folder).spans == SPANS
 
 
-def test_a_page_that_cannot_be_written_says_so(folder):
+def test_the_error_says_that_the_page_cannot_be_written(folder):
     with pytest.raises(ConfigError, match="cannot be written"):
         report(folder, html=folder / "no" / "page.html")

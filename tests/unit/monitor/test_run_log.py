@@ -1,4 +1,4 @@
-"""The log of a run, by hand: what is written when, and what the person in front of it sees."""
+"""The log of a run, by hand: what is written and when, and the snapshot."""
 
 import json
 
@@ -17,7 +17,7 @@ class FakeClock:
 
 
 def made(version, reward, *, samples=4, kl=1.0, texts=()):
-    """What a maker reports of one batch."""
+    """A record that a maker reports for one batch."""
     return {
         "version": version,
         "metrics": {
@@ -60,7 +60,7 @@ def columns(tmp_path, *names):
     return [tuple(row.get(name) for name in names) for row in written(tmp_path, "metrics")]
 
 
-def test_makers_of_a_version_stand_in_the_row_of_its_last_step(make_log, tmp_path):
+def test_makers_metrics_of_a_version_are_in_the_row_of_its_last_step(make_log, tmp_path):
     log = make_log()
     # Version 0: 4 samples of mean 0.2 and 12 of mean 0.6: (4 · 0.2 + 12 · 0.6) / 16 = 0.5
     log.take("maker-0", [made(0, 0.2), made(0, 0.6, samples=12, kl=3.0)])
@@ -82,7 +82,7 @@ def test_makers_of_a_version_stand_in_the_row_of_its_last_step(make_log, tmp_pat
     assert (log.snapshot().reward, log.snapshot().kl) == (pytest.approx(0.9), 1.0)
 
 
-def test_a_late_record_of_an_older_version_is_counted_with_the_current_one(make_log, tmp_path):
+def test_a_late_record_of_an_older_version_counts_for_the_current_one(make_log, tmp_path):
     log = make_log()
     log.take("maker-0", [made(2, 0.5), made(1, 0.7)])
     log.take("trainer-0", [trained(batch, batch - 1) for batch in (1, 2, 3)])
@@ -98,7 +98,7 @@ def test_every_sample_is_counted_once_though_makers_skip_versions(make_log, tmp_
     assert columns(tmp_path, "version", "maker/samples") == [(0, 4), (1, None), (2, None), (3, 4), (4, 4), (5, None)]
 
 
-def test_an_update_that_arrives_after_its_row_is_in_the_next(make_log, tmp_path):
+def test_metrics_of_an_update_after_its_row_are_in_the_next_row(make_log, tmp_path):
     log = make_log()
     log.take("trainer-0", [trained(1, 0), trained(2, 1)])
     log.take("maker-0", [made(1, 0.5)])
@@ -107,9 +107,9 @@ def test_an_update_that_arrives_after_its_row_is_in_the_next(make_log, tmp_path)
     assert columns(tmp_path, "step", "weights/bytes") == [(1, None), (2, 64.0)]
 
 
-def test_rows_do_not_wait_for_makers_for_ever(make_log, tmp_path):
+def test_rows_do_not_wait_for_makers_forever(make_log, tmp_path):
     log = make_log()
-    log.take("trainer-0", [trained(batch, batch - 1) for batch in range(1, 101)])  # makers have ended, say
+    log.take("trainer-0", [trained(batch, batch - 1) for batch in range(1, 101)])  # as if makers had ended
     assert 30 < len(written(tmp_path, "metrics")) < 100
     log.flush()
     assert columns(tmp_path, "step") == [(step,) for step in range(1, 101)]
@@ -119,7 +119,7 @@ def test_metrics_load_in_pandas_as_one_numeric_row_per_step(make_log, tmp_path):
     pandas = pytest.importorskip("pandas")
     log = make_log()
     log.state.buffer_batches = 2
-    log.take("trainer-0", [trained(0, 0, **{"weights/bytes": 1.0})])  # the first weights: before any step
+    log.take("trainer-0", [trained(0, 0, **{"weights/bytes": 1.0})])  # the first weights, before any step
     for version in range(3):
         log.take("maker-0", [made(version, 0.5, texts=[sample()]), {"warning": "slow", "kind": "here"}])
         for epoch in range(2):
@@ -133,7 +133,7 @@ def test_metrics_load_in_pandas_as_one_numeric_row_per_step(make_log, tmp_path):
     assert list(table["version"]) == [0, 0, 1, 1, 2, 2]
     assert all(pandas.api.types.is_numeric_dtype(table[name]) for name in table.columns)
     assert table["time"].is_monotonic_increasing
-    by_version = table.groupby("version").first()  # the first that is not NaN
+    by_version = table.groupby("version").first()  # the first value that is not NaN
     assert by_version[["reward/mean", "weights/bytes", "buffer/batches"]].notna().all(axis=None)
     assert "a/text" not in table.columns
 
@@ -148,7 +148,7 @@ def test_warnings_of_an_actor_are_logged_with_its_name_and_their_kind(make_log, 
     assert [(record.message, record.kind) for record in caplog.records] == [("maker-0: waited 10 s", "here")]
 
 
-def test_snapshot_by_hand(make_log, clock):
+def test_a_snapshot_by_hand(make_log, clock):
     log = make_log()
     empty = log.snapshot()
     assert (empty.step, empty.version, empty.reward, empty.kl) == (0, 0, None, None)
@@ -159,18 +159,18 @@ def test_snapshot_by_hand(make_log, clock):
     log.state.num_made = 12
     clock.now += 6.0
     snapshot = log.snapshot()
-    assert (snapshot.reward, snapshot.kl) == (0.75, 2.0)  # of the newest version that is complete
+    assert (snapshot.reward, snapshot.kl) == (0.75, 2.0)  # of the newest complete version
     assert snapshot.samples_per_second == 2.0  # 12 samples in 6 s
     assert (snapshot.elapsed, snapshot.buffer_batches, snapshot.message) == (6.0, 3, "loading models")
 
 
-def test_time_and_rate_count_from_begin(make_log, clock):
+def test_time_and_rate_start_at_begin(make_log, clock):
     log = make_log()
     log.state.num_made = 4
     clock.now += 100.0  # loading libraries and models
     log.begin()
     assert log.snapshot().elapsed == 0.0
-    assert log.snapshot().startup == 100.0  # the clock that is shown goes on
+    assert log.snapshot().startup == 100.0  # the elapsed time that is shown includes it
     log.state.num_made += 6
     clock.now += 3.0
     snapshot = log.snapshot()
@@ -194,9 +194,9 @@ def test_rate_and_time_left_are_those_of_the_last_steps(make_log, clock):
     assert (latest.samples_per_second, latest.seconds_per_step) == (2.0, 15.0)
     assert latest.seconds_left == 15.0 * (50 - 31)
     assert latest.elapsed == 100.0 + 30 * 15.0
-    clock.now += 300.0  # nothing of late
+    clock.now += 300.0  # no progress
     assert (log.snapshot().samples_per_second, log.snapshot().seconds_per_step) == (1.0, 15.0)
-    log.state.num_made = 100  # of a checkpoint from which trainers were started again
+    log.state.num_made = 100  # of the checkpoint from which trainers restarted
     assert log.snapshot().samples_per_second is None
     clock.now += 10.0
     log.state.num_made = 120
@@ -224,13 +224,13 @@ def test_samples_are_written_as_text(make_log, tmp_path):
     assert second["reward"] == 0.25
 
 
-def test_a_batch_without_samples_leaves_the_turn_to_the_next(make_log, tmp_path):
+def test_if_a_batch_has_no_samples_those_of_the_next_are_written(make_log, tmp_path):
     log = make_log()
     log.take("maker-0", [made(0, 0.5), made(0, 0.5, texts=[sample()])])
     assert [line["version"] for line in written(tmp_path)] == [0]
 
 
-def test_spans_are_written_as_long_as_there_is_room(make_log, tmp_path, caplog):
+def test_spans_are_written_up_to_the_limit(make_log, tmp_path, caplog):
     path = tmp_path / "spans.jsonl"
     log = make_log(max_spans=3)
     log.take("maker-0", [], [])
@@ -246,7 +246,7 @@ def test_spans_are_written_as_long_as_there_is_room(make_log, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("folder", [True, False])
-def test_without_room_or_a_folder_no_spans_are_written(folder, tmp_path):
+def test_with_a_limit_of_0_or_without_a_folder_no_spans_are_written(folder, tmp_path):
     log = RunLog(tmp_path if folder else None, total_steps=1, max_spans=0 if folder else 10)
     log.take("maker-0", [], [Span("generate", 1.0, 2.5, 4)])
     log.flush()
@@ -256,7 +256,7 @@ def test_without_room_or_a_folder_no_spans_are_written(folder, tmp_path):
 def test_a_file_that_cannot_be_written_is_reported_once_and_the_run_continues(make_log, tmp_path, caplog):
     log = make_log(max_spans=100)
     for name in ("samples", "spans", "metrics"):
-        (tmp_path / f"{name}.jsonl").mkdir()  # as good as a full disk
+        (tmp_path / f"{name}.jsonl").mkdir()  # cannot be opened, as on a full disk
     for version in range(3):
         log.take("maker-0", [made(version, 0.5, texts=[sample()])])
         log.take("trainer-0", [trained(version + 1, version)])
@@ -270,23 +270,23 @@ def test_a_file_that_cannot_be_written_is_reported_once_and_the_run_continues(ma
 
 
 def test_on_begin_is_called_when_training_begins(make_log):
-    told = []
-    log = make_log(on_begin=lambda: told.append("begun"))
-    assert told == []
+    calls = []
+    log = make_log(on_begin=lambda: calls.append("begun"))
+    assert calls == []
     log.begin()
-    assert told == ["begun"]
+    assert calls == ["begun"]
 
 
-def test_the_first_samples_in_quarantine_are_written_down(tmp_path):
+def test_only_the_first_1000_quarantined_samples_are_written(tmp_path):
     log = RunLog(tmp_path, total_steps=1)
     log.take("maker-0", [{"quarantined": {"sample_id": number}, "version": 0} for number in range(1200)])
     assert [row["sample_id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == list(range(1000))
 
 
-def test_a_sample_is_in_quarantine_once_however_often_it_is_made(tmp_path):
+def test_a_quarantined_sample_is_written_once(tmp_path):
     log = RunLog(tmp_path, total_steps=1)
     failed = [{"quarantined": {"sample_id": number}, "version": number} for number in range(3)]
-    log.take("maker-0", [*failed, failed[0]])  # its group was granted again
+    log.take("maker-0", [*failed, failed[0]])  # its group was leased again
     log = RunLog(tmp_path, total_steps=1)
     log.continue_from(2, 2)
     assert [row["sample_id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == [0, 1]
@@ -294,24 +294,24 @@ def test_a_sample_is_in_quarantine_once_however_often_it_is_made(tmp_path):
     assert [row["sample_id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == [0, 1, 2]
 
 
-def test_a_run_that_is_resumed_stands_at_its_checkpoint_before_the_first_step(tmp_path, clock):
+def test_a_resumed_run_starts_at_the_step_of_its_checkpoint(tmp_path, clock):
     log = RunLog(tmp_path, total_steps=60, total_samples=600, clock=clock)
     log.stand_at(40, 20)
     clock.now += 30.0
     assert (log.snapshot().step, log.snapshot().version, log.snapshot().seconds_left) == (40, 20, None)
-    log.continue_from(40, 20)  # of a run that was killed before it wrote any row
+    log.continue_from(40, 20)  # the run was killed before it wrote any row
     log.begin()
     clock.now += 9.0
     snapshot = log.snapshot()
     assert (snapshot.step, snapshot.version, snapshot.num_trained) == (40, 20, 400)
-    assert snapshot.seconds_left is None, "no step yet to tell the pace by"
-    log.take("trainer-0", [trained(40, 19), trained(41, 20)])  # the first is in the checkpoint, and has no row yet
+    assert snapshot.seconds_left is None, "the pace is unknown before the first step"
+    log.take("trainer-0", [trained(40, 19), trained(41, 20)])  # step 40 is in the checkpoint, but has no row yet
     assert log.snapshot().seconds_left == 9.0 * 19
     log.flush()
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [40, 41]
 
 
-def test_when_trainers_are_started_again_what_came_after_their_checkpoint_is_made_again(tmp_path):
+def test_after_a_restart_of_the_trainers_later_records_are_dropped_and_replaced(tmp_path):
     log = RunLog(tmp_path, total_steps=6)
     log.state.restarts = {"makers": 1, "trainers": 0}
     for version in range(4):
@@ -321,7 +321,7 @@ def test_when_trainers_are_started_again_what_came_after_their_checkpoint_is_mad
     log.continue_from(2, 2, is_restart=True)
     assert (log.snapshot().step, log.snapshot().version, sum(log.snapshot().restarts.values())) == (2, 2, 2)
     assert log.snapshot().reward == 1.0
-    log.take("maker-0", [made(3, reward=99.0)])  # by a maker that has not heard of it yet
+    log.take("maker-0", [made(3, reward=99.0)])  # from a maker that does not know of the restart yet
     for version in (2, 3):
         log.take("maker-0", [{**made(version, reward=10.0 + version, texts=[sample()]), "incarnation": 1}])
         log.take("trainer-0", [{"batch": version + 1, "version": version, "metrics": {"policy/loss": 2.0}}])
@@ -339,25 +339,25 @@ def evaluated(version):
     return {"evaluation": {"name": "held-out", "version": version, "avg@1": float(version)}}
 
 
-def test_an_evaluation_stands_in_a_row_of_its_version_or_later_and_that_of_the_final_model_in_its_own(
-    make_log, tmp_path
-):
+def test_an_evaluation_is_in_a_row_of_its_version_or_later_and_the_final_one_in_its_own(make_log, tmp_path):
     log = make_log()
     log.take("trainer-0", [evaluated(0), trained(1, 0), trained(2, 1), evaluated(1), trained(3, 2), evaluated(3)])
-    log.flush()  # of a checkpoint, with which no run ends
+    log.flush()  # as for a checkpoint; the run continues
     assert columns(tmp_path, "step", "version", "eval/held-out/avg@1") == [(1, 0, 0.0), (2, 1, 1.0), (3, 2, None)]
     log.close()
     assert columns(tmp_path, "step", "version", "eval/held-out/avg@1")[3:] == [(3, 3, 3.0)]
 
 
 @pytest.mark.parametrize("is_restart", [True, False])
-def test_an_evaluation_whose_row_is_cut_off_stands_in_the_next_and_a_later_one_is_made_again(
+def test_an_evaluation_whose_row_is_dropped_is_in_the_next_row_and_a_later_one_is_dropped(
     make_log, tmp_path, is_restart
 ):
     log = make_log()
     log.take("trainer-0", [evaluated(0), trained(1, 0), trained(2, 1), trained(3, 2), trained(4, 3)])
     log.flush()
-    log.take("trainer-0", [evaluated(1), evaluated(9), trained(5, 4)])  # in the row of step 5, and in none
+    log.take(
+        "trainer-0", [evaluated(1), evaluated(9), trained(5, 4)]
+    )  # version 1 is in the row of step 5, version 9 in none
     log.flush()
     log = log if is_restart else make_log()
     log.continue_from(2, 2, is_restart=is_restart)

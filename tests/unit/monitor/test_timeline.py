@@ -1,4 +1,4 @@
-"""Spans and sums under a fake clock, worked by hand."""
+"""Spans and totals under a fake clock, computed by hand."""
 
 import threading
 
@@ -50,7 +50,7 @@ def test_spans_have_wall_times_and_the_version_at_their_end(timeline, clock):
     assert timeline.since(1).records == [Span("generate", 1053.0, 1053.5, 3)]
 
 
-def test_a_span_interrupts_the_one_it_is_in(timeline, clock):
+def test_an_inner_span_interrupts_the_outer_one(timeline, clock):
     # send 1, wait 3.5, commit 0.5, send 2: each moment counts once.
     with timeline.span("send"):
         clock.now += 1.0
@@ -73,7 +73,7 @@ def test_a_span_interrupts_the_one_it_is_in(timeline, clock):
     ]
 
 
-def test_two_spans_one_after_the_other_in_a_third(timeline, clock):
+def test_two_successive_spans_inside_a_third(timeline, clock):
     with timeline.span("publish"):
         for seconds in (1.0, 2.0):
             with timeline.span("save"):
@@ -82,7 +82,7 @@ def test_two_spans_one_after_the_other_in_a_third(timeline, clock):
     assert timeline.take().seconds == {"save": 3.0, "publish": 4.0}
 
 
-def test_taking_begins_anew_and_totals_go_on(timeline, clock):
+def test_take_resets_its_period_and_read_does_not(timeline, clock):
     for seconds in (1.0, 4.0):
         with timeline.span("train"):
             clock.now += seconds
@@ -92,7 +92,7 @@ def test_taking_begins_anew_and_totals_go_on(timeline, clock):
     assert timeline.take().share("train") == 0.0
 
 
-def test_what_is_taken_in_the_middle_of_a_span_is_counted_then_and_only_then(timeline, clock):
+def test_a_span_in_progress_is_split_by_take(timeline, clock):
     with timeline.span("generate"):
         clock.now += 2.0
         with timeline.span("send"):
@@ -106,7 +106,7 @@ def test_what_is_taken_in_the_middle_of_a_span_is_counted_then_and_only_then(tim
     assert timeline.read().seconds["generate"] == 6.0
 
 
-def test_what_other_threads_do_is_left_out_until_one_takes_over(timeline, clock):
+def test_other_threads_are_ignored_until_one_calls_take(timeline, clock):
     def work(takes_over):
         if takes_over:
             timeline.take()
@@ -122,7 +122,7 @@ def test_what_other_threads_do_is_left_out_until_one_takes_over(timeline, clock)
     assert [span.what for span in timeline.since(0).records] == ["generate"]
 
 
-def test_a_span_counts_when_its_body_raises(timeline, clock):
+def test_a_span_counts_even_if_its_body_raises(timeline, clock):
     def fail():
         with timeline.span("score"):
             clock.now += 1.5

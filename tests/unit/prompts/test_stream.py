@@ -1,4 +1,4 @@
-"""Batches of prompts: padding, ids, order, look-ups, skips."""
+"""Batches of prompts: tokens, ids, order, look-ups, skips."""
 
 import itertools
 import logging
@@ -63,7 +63,7 @@ def stream_of(table, tokenizer=TOKENIZER, *, seed=0, context_length=None, name="
 
 
 def batches_of(stream, size=2, samples_per_prompt=1):
-    """Batches of usable prompts, from the first one on."""
+    """Yield batches of usable prompts in order."""
     whole = {"group_size": samples_per_prompt}
     usable = (number for number in itertools.count() if stream.batch([number], **whole)[0])
     while True:
@@ -74,7 +74,7 @@ def first_batch(*arguments, size=2, **options):
     return next(batches_of(stream_of(*arguments, **options), size))
 
 
-def told(sample):
+def summary(sample):
     return sample.id, sample.group, sample.columns["prompt"]
 
 
@@ -87,10 +87,10 @@ def tokens(batch):
 
 
 def samples_below(position, stream, samples_per_prompt=1):
-    """(sample id, group id, prompt) of every sample whose group comes before this position."""
+    """Return (sample id, group id, prompt) of every sample whose group comes before this position."""
     samples = []
     for batch in batches_of(stream, samples_per_prompt=samples_per_prompt):
-        samples += [told(sample) for sample in batch if sample.group < position]
+        samples += [summary(sample) for sample in batch if sample.group < position]
         if max(sample.group for sample in batch) >= position:
             return samples
 
@@ -98,7 +98,7 @@ def samples_below(position, stream, samples_per_prompt=1):
 def test_samples_have_the_tokens_and_columns_of_their_prompts():
     batch = first_batch(table_of("a b c", "d", topic=["x", "y"]))
     assert tokens(batch) == [[ID["<bos>"], ID["a"], ID["b"], ID["c"]], [ID["<bos>"], ID["d"]]]
-    assert [told(sample) for sample in batch] == [(0, 0, "a b c"), (1, 1, "d")]
+    assert [summary(sample) for sample in batch] == [(0, 0, "a b c"), (1, 1, "d")]
     assert column(batch, "topic") == ["x", "y"]
 
 
@@ -128,10 +128,10 @@ def test_every_pass_is_a_new_order_of_all_prompts():
     in_groups=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_groups_are_the_same_in_whatever_order_they_are_looked_up(
+def test_groups_do_not_depend_on_the_order_of_look_ups(
     size, samples_per_prompt, epochs, shuffle, long_rows, in_groups, seed
 ):
-    # At least one usable row, or the stream rightly refuses to start.
+    # At least one row must be usable, or the stream raises.
     long_rows = {row for row in long_rows if row < size - 1}
     prompts = ["a b c d e a b c" if row in long_rows else WORDS[6 + row % 5] for row in range(size)]
     options = {"samples_per_prompt": samples_per_prompt, "shuffle": shuffle, "seed": 5, "max_tokens": 4}
@@ -143,7 +143,7 @@ def test_groups_are_the_same_in_whatever_order_they_are_looked_up(
     for start in range(0, len(numbers), 3):
         batch, unusable = stream.batch(numbers[start : start + 3], group_size=group_size)
         skipped |= unusable
-        found += [told(sample) for sample in batch]
+        found += [summary(sample) for sample in batch]
     assert sorted(found) == expected
     assert len(skipped) * group_size + len(found) == size * epochs * samples_per_prompt
     assert stream.skipped.total() * samples_per_prompt == len(skipped) * group_size
@@ -164,7 +164,7 @@ def test_unusable_prompts_are_counted_by_reason_and_keep_their_ids(caplog):
     assert "[prompts]" in skips[0]
 
 
-def test_a_survey_counts_what_every_pass_skips_and_cuts_short():
+def test_a_survey_counts_skipped_prompts_and_cut_responses():
     table = table_of(*["a b c"] * 3, "a", "a")
     stream = stream_of(table, max_tokens=2, context_length=8, max_new_tokens=7)
     assert stream.survey() == {SKIP_TOO_LONG: 3, CUT_SHORT: 2}
@@ -192,7 +192,7 @@ def test_a_prompt_of_megabytes_is_skipped_without_tokenizing_it():
 
 @pytest.mark.parametrize(("size", "expected"), [(2, 2), (3000, 6000)])
 def test_a_small_table_is_tokenized_once_and_a_large_one_on_demand(size, expected):
-    """Nothing grows with the number of prompts."""
+    """The cache does not grow with the number of prompts."""
     tokenized = []
     stream = stream_of(table_of(*["a"] * size), recording_tokenizer(tokenized))
     for _ in range(2):
@@ -208,7 +208,7 @@ def test_a_prompt_needs_room_for_one_new_token():
     assert column(first_batch(table, context_length=5)) == ["a b", "a b c"]
 
 
-def test_responses_that_the_context_will_cut_short_are_announced_once(caplog):
+def test_responses_cut_short_by_the_context_cause_one_warning(caplog):
     with caplog.at_level(logging.WARNING):
         stream = stream_of(table_of("a", "b"), context_length=8, max_new_tokens=7, name="[[eval]] held-out")
         list(itertools.islice(batches_of(stream), 3))
@@ -224,7 +224,7 @@ def test_a_table_without_a_usable_prompt_is_an_error():
         assert part in str(caught.value)
 
 
-def test_an_end_token_that_a_tokenizer_puts_before_a_text_takes_nothing_from_its_end():
+def test_an_end_token_that_a_tokenizer_prepends_removes_nothing_from_the_end():
     tokenizer = make_tokenizer()
     tokenizer.eos_token = tokenizer.bos_token  # as in OPT
     batch = first_batch(table_of("a b c"), tokenizer)
@@ -237,14 +237,14 @@ def test_chat_messages_go_through_the_template():
     chat = [{"role": "user", "content": "a b"}]
     batch = first_batch(table_of(chat, "c"), tokenizer)
     assert column(batch) == ["<user> a b <eos> <bot>", "c"]
-    # The template wrote its own special tokens, so no <bos> is added; the <eos> inside the chat stays.
+    # The template writes its own special tokens, so no <bos> is added, and the <eos> inside the chat is kept.
     assert tokens(batch) == [
         [ID["<user>"], ID["a"], ID["b"], ID["<eos>"], ID["<bot>"]],
         [ID["<bos>"], ID["c"]],
     ]
 
 
-def test_chat_without_a_template_and_with_one_that_objects():
+def test_chat_without_a_template_and_with_one_that_raises():
     table = table_of([{"role": "user", "content": "a"}])
     with pytest.raises(DataError, match=r"test\.jsonl, row 0: 'prompt'.*model\.tokenizer"):
         first_batch(table)
@@ -255,7 +255,7 @@ def test_chat_without_a_template_and_with_one_that_objects():
 
 
 def test_a_chat_that_ends_with_the_assistant_is_continued():
-    """Not closed and followed by a new turn."""
+    """Its last message is not closed, and no new turn is added."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
@@ -264,7 +264,7 @@ def test_a_chat_that_ends_with_the_assistant_is_continued():
     assert tokens(batch)[0][-2:] == [ID["b"], ID["c"]]
 
 
-def test_text_that_the_tokenizer_refuses_is_named():
+def test_the_error_for_text_that_the_tokenizer_rejects_names_the_row():
     class Tokenizer(type(TOKENIZER)):
         def __call__(self, text, **options):
             raise TypeError("no")
@@ -275,18 +275,18 @@ def test_text_that_the_tokenizer_refuses_is_named():
         first_batch(table_of("a"), tokenizer)
 
 
-def test_an_end_token_added_by_the_tokenizer_is_dropped():
+def test_an_end_token_added_by_the_tokenizer_is_removed():
     tokenizer = make_tokenizer(adds_eos=True)
     assert tokenizer("a").input_ids == [ID["<bos>"], ID["a"], ID["<eos>"]]
     batch = first_batch(table_of("a", "b <eos>"), tokenizer)
     assert tokens(batch) == [
         [ID["<bos>"], ID["a"]],
-        [ID["<bos>"], ID["b"], ID["<eos>"]],  # the text says so itself
+        [ID["<bos>"], ID["b"], ID["<eos>"]],  # part of the text
     ]
 
 
 @pytest.mark.parametrize("name", ["input_ids", "sample_ids", "completions"])
-def test_a_column_that_collides_is_named(name):
+def test_a_reserved_column_name_is_an_error(name):
     with pytest.raises(DataError, match=f"test.jsonl.*'{name}'"):
         stream_of(table_of("a", **{name: [1]}))
 
@@ -301,20 +301,20 @@ def test_the_prompt_column_may_have_another_name():
         stream_of(both)
 
 
-def test_a_row_that_lacks_a_column_has_none_there():
+def test_a_missing_value_of_a_column_is_none():
     table = PromptTable(rows=[{"prompt": "a", "answer": 1}, {"prompt": "b"}])
     batch = first_batch(table)
     assert column(batch, "answer") == [1, None]
 
 
-def test_an_end_token_that_a_prompt_spells_out_stays_with_a_vocabulary_without_the_letter_a():
-    backend = Tokenizer(models.WordLevel(vocab={"<eos>": 0, "w1": 1}))  # every other word becomes nothing
+def test_an_end_token_in_a_prompt_is_kept_even_if_other_words_have_no_token():
+    backend = Tokenizer(models.WordLevel(vocab={"<eos>": 0, "w1": 1}))  # unknown words are dropped
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
     assert tokens(first_batch(table_of("w1 <eos>"), tokenizer))[0] == [1, 0]
 
 
-def test_a_curriculum_orders_every_pass_and_shuffles_what_is_equally_hard():
+def test_a_curriculum_orders_every_pass_and_shuffles_equal_levels():
     prompts, levels = "abcdeabcde", [2, 1.5, 1, 2, 2, 1, 2, 1, 1.5, 2]
     table = table_of(*prompts, level=levels, n=range(10))
 
@@ -334,5 +334,5 @@ def test_a_curriculum_orders_every_pass_and_shuffles_what_is_equally_hard():
 
 @pytest.mark.parametrize("level", ["hard", None, True, float("nan")])
 def test_a_curriculum_needs_a_number_in_every_row(level):
-    with pytest.raises(DataError, match=r"row 1: the column 'level'.*prompts\.curriculum"):
+    with pytest.raises(DataError, match=r"row 1: column 'level'.*prompts\.curriculum"):
         stream_of(table_of("a", "b", level=[1, level]), curriculum="-level")

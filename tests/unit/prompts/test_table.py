@@ -1,4 +1,4 @@
-"""Prompts from every kind of file, and the errors for bad ones."""
+"""Loading prompts from every kind of file, and the errors for invalid ones."""
 
 import importlib.util
 import json
@@ -17,11 +17,11 @@ def write_jsonl(path, rows):
     return path
 
 
-def test_jsonl_json_and_csv_hold_the_same_rows(tmp_path):
+def test_jsonl_json_and_csv_give_the_same_rows(tmp_path):
     pytest.importorskip("datasets")
     jsonl = write_jsonl(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "a.json").write_text(json.dumps(ROWS))
-    # A byte-order mark as spreadsheets write it, and a quoted comma.
+    # With a byte-order mark, as spreadsheets write it, and a quoted comma.
     (tmp_path / "a.csv").write_text('\ufeffprompt,topic\nthe film,film\n"the plot, too",null\n')
     assert load_prompts(jsonl).rows == ROWS
     assert load_prompts(tmp_path / "a.json").rows == ROWS
@@ -35,7 +35,7 @@ def test_a_file_that_changed_is_read_again(tmp_path):
         assert load_prompts(tmp_path / "a.json").rows == rows
 
 
-def test_blank_lines_do_not_count_but_line_numbers_do(tmp_path):
+def test_blank_lines_are_skipped_but_count_for_line_numbers(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"prompt": "a"}\n\n{"prompt": \n')
     with pytest.raises(DataError, match=r"a\.jsonl:4 "):
@@ -60,7 +60,7 @@ def test_parquet_and_datasets_folders(tmp_path):
         load_prompts(tmp_path / "several", split="nope")
 
 
-def test_a_subset_is_asked_for_by_name(monkeypatch):
+def test_a_subset_is_loaded_by_name(monkeypatch):
     datasets = pytest.importorskip("datasets")
     asked = []
 
@@ -74,7 +74,7 @@ def test_a_subset_is_asked_for_by_name(monkeypatch):
     assert asked == [("owner/data", "main"), ("owner/data", None)]
 
 
-def test_a_broken_parquet_file_and_a_folder_of_nothing(tmp_path):
+def test_a_damaged_parquet_file_and_an_empty_folder(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "a.parquet").write_bytes(b"not parquet")
     for path in (tmp_path / "a.parquet", tmp_path):
@@ -83,7 +83,7 @@ def test_a_broken_parquet_file_and_a_folder_of_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.csv", "owner/dataset"])
-def test_without_the_extra_the_error_names_it(tmp_path, monkeypatch, name):
+def test_the_error_names_the_missing_extra(tmp_path, monkeypatch, name):
     (tmp_path / "a.csv").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -91,7 +91,7 @@ def test_without_the_extra_the_error_names_it(tmp_path, monkeypatch, name):
         load_prompts(name)
 
 
-def test_missing_file_names_the_folder_it_counts_from(tmp_path, monkeypatch):
+def test_the_error_for_a_missing_file_names_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("gone.jsonl", "gone.json", "gone.csv", "gone.parquet"):
         with pytest.raises(DataError) as caught:
@@ -139,7 +139,7 @@ def test_bad_jsonl(tmp_path, text, expected):
         ("a.json", '{"other": [], "x": 1}', "other, x"),
     ],
 )
-def test_bad_files_that_datasets_reads(tmp_path, name, text, expected):
+def test_bad_files_of_other_formats(tmp_path, name, text, expected):
     pytest.importorskip("datasets")
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError) as caught:
@@ -148,7 +148,7 @@ def test_bad_files_that_datasets_reads(tmp_path, name, text, expected):
 
 
 def test_text_that_is_not_utf8_is_named_by_its_line(tmp_path):
-    """However far into the file: the old message counted from the start of a chunk."""
+    """The line number counts from the start of the file, not of a chunk."""
     good = b'{"prompt": "%s"}\n' % (b"a" * 100)
     (tmp_path / "a.jsonl").write_bytes(good * 1000 + b'{"prompt": "\xe9"}')
     with pytest.raises(DataError, match=r"a\.jsonl:1001 .*UTF-8.* byte 12 "):

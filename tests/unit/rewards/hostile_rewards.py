@@ -1,4 +1,4 @@
-"""Reward functions that misbehave when a completion tells them to; imported by child processes."""
+"""Reward functions that misbehave as the completions say; imported by child processes."""
 
 import ctypes
 import os
@@ -9,8 +9,8 @@ import sys
 import time
 
 
-def told(completions, pid_file="", **columns):
-    """Do what a completion says; score others by their length."""
+def obey(completions, pid_file="", **columns):
+    """Do what the completions say; score by length."""
     for completion in completions:
         action = _ACTIONS.get(completion)
         if action is not None:
@@ -19,12 +19,12 @@ def told(completions, pid_file="", **columns):
 
 
 def writes_pids(completions, path):
-    """Start a process that leaves the group, and one that stays; write their ids; then do what the completion says."""
+    """Start one process outside the group and one inside, write the process ids, then do what the completions say."""
     away = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     near = subprocess.Popen(["sleep", "1000"])
     with open(path[0], "w") as file:
         file.write(f"{os.getpid()} {away.pid} {near.pid}")
-    return told(completions)
+    return obey(completions)
 
 
 def _daemonize():
@@ -48,16 +48,16 @@ def _spin():
         pass
 
 
-_AHEAD = b'{"number": 1000, "scores": [9.0]}'  # for a call that has not come yet
+_AHEAD = b'{"number": 1000, "scores": [9.0]}'  # for a later call
 
 _ACTIONS = {
     "raise": lambda: {}["no such word"],
     "exit": lambda: os._exit(3),
     "sys.exit": lambda: sys.exit(3),
     "hang": lambda: time.sleep(1000),
-    "hang in C": lambda: ctypes.PyDLL(None).sleep(1000),  # with the interpreter's lock
+    "hang in C": lambda: ctypes.PyDLL(None).sleep(1000),  # holds the GIL
     "spin": _spin,
-    "fork": os.fork,  # both return scores
+    "fork": os.fork,  # both processes return scores
     "daemonize": _daemonize,
     "exhaust": _exhaust,
     "abort": os.abort,
@@ -86,7 +86,7 @@ def returns(completions, value):
 
 
 def numpy_scores(completions):
-    import numpy as np  # here: it is most of what starting a process costs
+    import numpy as np  # imported here, because it dominates the start of a process
 
     return np.array([1.5, 2.5])
 
@@ -100,7 +100,7 @@ def environment(completions):
 
 
 def connects(completions):
-    """1 if a server on this machine can be reached, at the port that the completion names."""
+    """Score 1 if the local port in the completion accepts a connection."""
     try:
         socket.create_connection(("127.0.0.1", int(completions[0])), timeout=5).close()
     except OSError:

@@ -1,7 +1,8 @@
-"""A reward that fails is asked again, then for each sample alone; what it fails on is named and never scored."""
+"""A reward that fails is retried, then called for each sample alone; failures are reported and never scored."""
 
 import itertools
 import math
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,19 +11,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coati.errors import RewardError, RewardFailed
-from coati.rewards import FunctionReward, Reward, RewardScorer, WeightedSum
+from coati.rewards import FunctionReward, Reward, RewardProcess, RewardScorer, WeightedSum
 from coati.rewards import scorer as scorer_module
+from coati.rewards.calling import Verdict
 
 
 class Numbers:
-    """A tokenizer that writes numbers."""
+    """A tokenizer that decodes ids to numbers."""
 
     def decode(self, ids, skip_special_tokens):
         return " ".join(map(str, ids))
 
 
 def begin(function, *responses, timeout_seconds=30.0, is_sum=False, scorer=None, **options):
-    """Begin to score samples whose completions are " 1", " 2", …"""
+    """Start to score samples with the completions " 1", " 2", …"""
     reward = FunctionReward(function, name="judge", timeout_seconds=timeout_seconds)
     reward = WeightedSum([(reward, 2.0)]) if is_sum else reward
     scorer = scorer or RewardScorer(reward, Numbers(), **{"retries": 1, "max_quarantined": 4, **options})
@@ -33,7 +35,7 @@ def begin(function, *responses, timeout_seconds=30.0, is_sum=False, scorer=None,
 
 
 class Judge:
-    """Raises when it sees a bad completion; remembers how it was called."""
+    """Raises on a bad completion, and records its calls."""
 
     def __init__(self, *bad):
         self.bad, self.calls = bad, []
@@ -48,7 +50,7 @@ class Judge:
 
 
 @pytest.mark.parametrize("is_sum", [False, True])
-def test_what_it_fails_on_is_found_and_the_rest_is_scored(is_sum):
+def test_failing_samples_are_isolated_and_the_others_scored(is_sum):
     judge = Judge(2, 4)
     scores = begin(judge, 1, 2, 3, 4, is_sum=is_sum)
     factor = 2 if is_sum else 1
@@ -60,7 +62,7 @@ def test_what_it_fails_on_is_found_and_the_rest_is_scored(is_sum):
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
-def test_it_is_asked_again_as_often_as_allowed(retries):
+def test_a_reward_is_retried_as_often_as_allowed(retries):
     calls = itertools.count(1)
 
     def flaky(completions):
@@ -74,7 +76,7 @@ def test_it_is_asked_again_as_often_as_allowed(retries):
     assert next(calls) == retries + 2
 
 
-def test_what_it_fails_on_together_but_not_alone_is_scored():
+def test_samples_that_fail_together_but_not_alone_are_scored():
     def small(completions):
         if len(completions) > 1:
             raise MemoryError
@@ -85,7 +87,7 @@ def test_what_it_fails_on_together_but_not_alone_is_scored():
     assert not scores.failures
 
 
-def test_a_function_that_never_works_is_an_error_at_once_with_its_own_message():
+def test_a_function_that_never_works_is_an_error_with_its_own_message():
     def broken(completions):
         raise KeyError("no such column")
 
@@ -94,17 +96,17 @@ def test_a_function_that_never_works_is_an_error_at_once_with_its_own_message():
     assert "completion ' 1'" in str(caught.value)
 
 
-def test_a_retry_blames_no_sample_and_counts_what_is_asked_again(caplog):
+def test_a_retry_warning_counts_samples_and_blames_none(caplog):
     begin(Judge(2), 1, 2, 3)()
     begin(lambda completions: [ValueError("hard"), 1.0, 1.0][: len(completions)], 1, 2, 3)()
     whole, named = (record.getMessage() for record in caplog.records)
     assert "'judge' raised KeyError: 'no 2'" in whole
-    assert "asked again for 3 samples" in whole
-    assert "asked again for 1 sample." in named
+    assert "Retrying 3 samples." in whole
+    assert "Retrying 1 sample." in named
     assert not [text for text in (whole, named) if "completion '" in text]
 
 
-def test_one_that_has_worked_may_fail_on_a_whole_batch():
+def test_a_function_that_has_worked_may_fail_on_a_whole_batch():
     scores = begin(Judge(2, 3), 1)
     assert scores().tolist() == [0.5]
     later = begin(None, 2, 3, scorer=scores._scorer)
@@ -133,12 +135,12 @@ def test_wrong_scores_are_an_error_at_once(returned):
     assert calls == [1]
 
 
-def test_one_that_hangs_is_found_within_the_time_of_a_batch_and_the_rest_gets_what_others_leave(monkeypatch):
+def test_samples_called_alone_share_the_time_of_one_batch(monkeypatch):
     now, shares = [0.0], []
     monkeypatch.setattr(scorer_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Hangs(Reward):
-        """Takes a quarter of a second for a sample; with the second, all the time that it has."""
+        """Takes 0.25 s per call, or all of its time if the second sample is in the request."""
 
         name, timeout_seconds = "judge", 2.0
 
@@ -153,12 +155,35 @@ def test_one_that_hangs_is_found_within_the_time_of_a_batch_and_the_rest_gets_wh
     scores = begin(None, 1, 2, 3, scorer=RewardScorer(Hangs(), Numbers(), max_quarantined=4))
     assert scores().tolist() == pytest.approx([1.0, math.nan, 1.0], nan_ok=True)
     assert scores.failures == {1: "did not return in time"}
-    # A third of 2 s; half of the 1.75 s that the first one left; and what it used is lost.
+    # A third of 2 s; half of the 1.75 s that the first sample left; the second used up its half.
     assert shares == pytest.approx([math.inf, 2 / 3, 1.75 / 2, 1.75 / 2])
     assert now[0] == pytest.approx(2.0 + 0.25 + 1.75 / 2 + 0.25)
 
 
-def test_only_what_a_function_names_is_asked_for_again():
+def test_a_process_may_take_longer_to_start_than_a_batch(monkeypatch):
+    monkeypatch.setattr(scorer_module, "_GRACE_SECONDS", 0.1)
+
+    class SlowToStart(RewardProcess):
+        """A process that takes longer to start than the deadline of a batch."""
+
+        def __init__(self):
+            pass
+
+        def start(self):
+            threading.Event().wait(0.5)
+            return False
+
+        def call(self, arguments, expected):
+            return [Verdict(1.0)] * expected
+
+        def kill(self):
+            pass
+
+    scores = begin(SlowToStart(), 1, 2, timeout_seconds=0.1, retries=0)
+    assert scores().tolist() == [1.0, 1.0]
+
+
+def test_only_the_samples_that_failed_are_retried():
     calls = []
 
     def picky(completions):
@@ -174,17 +199,17 @@ def test_only_what_a_function_names_is_asked_for_again():
     assert scores.num_retries == 1
 
 
-def test_a_function_that_fails_on_every_sample_before_it_has_scored_one_is_wrong_itself():
+def test_a_function_that_fails_on_every_sample_and_has_never_scored_one_is_an_error():
     with pytest.raises(RewardFailed, match="no such key"):
         begin(lambda completions: [KeyError("no such key") for _ in completions], 1, 2)()
 
 
-def test_without_quarantine_a_named_failure_is_an_error_too():
+def test_without_quarantine_a_failure_of_one_sample_is_an_error_too():
     with pytest.raises(RewardFailed, match="hard"):
         begin(lambda completions: [ValueError("hard") for _ in completions], 1, 2, max_quarantined=0)()
 
 
-def test_a_term_that_fails_is_asked_again_and_the_others_are_not():
+def test_only_the_term_that_fails_is_retried():
     judge, calls = Judge(2), []
     other = FunctionReward(lambda completions: calls.append(1) or [{"score": 1.0, "by": "other"}] * 2, name="other")
     terms = WeightedSum([(other, 10.0), (FunctionReward(judge, name="judge"), 2.0)])
@@ -198,14 +223,14 @@ def test_a_term_that_fails_is_asked_again_and_the_others_are_not():
     assert list(scores.failures) == [1]
 
 
-def test_no_score_is_no_failure():
+def test_a_missing_score_is_not_a_failure():
     scores = begin(lambda completions: [math.nan, None], 1, 2)
     assert scores().isnan().all()
     assert not scores.failures
     assert scores.unscored == {0: "judge", 1: "judge"}
 
 
-def test_the_term_that_gives_no_score_is_named_and_written_down():
+def test_the_term_that_gives_no_score_is_named_and_recorded():
     form = {1: None, 2: 0.5, 3: ValueError("odd")}
     terms = [
         ("right", lambda completions: [1.0] * 3),
@@ -228,9 +253,7 @@ def test_the_term_that_gives_no_score_is_named_and_written_down():
 )
 @example(tape=["raise"] * 9, size=3, retries=1, is_sum=False)
 @example(tape=["score", "fail", "raise", "none", "score", "fail"], size=3, retries=0, is_sum=True)
-def test_whatever_a_function_does_a_sample_has_its_own_score_or_none_and_failures_are_named(
-    tape, size, retries, is_sum
-):
+def test_samples_get_their_own_score_or_none_and_failures_are_reported(tape, size, retries, is_sum):
     left, last = list(tape), {}
 
     def erratic(completions):
@@ -246,7 +269,7 @@ def test_whatever_a_function_does_a_sample_has_its_own_score_or_none_and_failure
     reward = FunctionReward(erratic, name="judge")
     reward = WeightedSum([(reward, 2.0)]) if is_sum else reward
     scorer = RewardScorer(reward, Numbers(), retries=retries, max_quarantined=4)
-    scorer.working.add("judge")  # else it would be wrong itself if it failed on all
+    scorer.working.add("judge")  # otherwise a failure on all samples would be an error
     scores = begin(None, *range(1, size + 1), scorer=scorer)
     values = scores().tolist()
     assert {row for row in range(size) if last[row + 1] in ("fail", "raise")} == set(scores.failures)

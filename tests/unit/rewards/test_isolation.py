@@ -1,4 +1,4 @@
-"""Reward functions in child processes: what they do to themselves, they do to nobody else, and nothing is left."""
+"""Reward functions in child processes: faults stay inside the child, and no process is left behind."""
 
 import os
 import pickle
@@ -20,7 +20,7 @@ from coati.rewards import RewardRequest, build_reward
 from coati.rewards.process import RewardProcess
 
 HERE = Path(__file__).parent
-SECONDS = 120.0  # far more than anything here takes
+SECONDS = 120.0  # far more than any call here takes
 
 
 def request_of(*completions, **columns):
@@ -40,9 +40,9 @@ def request_of(*completions, **columns):
 def isolated():
     made = {}
 
-    def make(function="told", **settings):
+    def make(function="obey", **settings):
         key = function, str(settings)
-        if key not in made:  # starting one takes a second
+        if key not in made:  # starting a process takes a second
             name = function if ":" in function else f"hostile_rewards:{function}"
             settings = {"timeout_seconds": SECONDS, "isolation": "process", "function": name, **settings}
             made[key] = build_reward(RewardSettings(**settings), load_model=None, search_paths=[HERE])
@@ -56,7 +56,7 @@ def isolated():
 
 
 def score(reward, request):
-    import tiny  # which is nowhere to be found in the process of `test_it_ends_with_a_maker_that_is_killed`
+    import tiny  # not on the path in `test_all_processes_end_when_the_maker_is_killed`
 
     return tiny.ask(reward, request).values
 
@@ -79,7 +79,7 @@ def is_gone(pid):
         return True
 
 
-def test_scores_are_those_of_a_thread_and_the_process_is_kept(isolated):
+def test_a_process_scores_like_a_thread_and_is_kept(isolated):
     reward = isolated()
     assert score(reward, request_of("a", "bb")).tolist() == [1.0, 2.0]
     guard = guard_of(reward)
@@ -89,7 +89,7 @@ def test_scores_are_those_of_a_thread_and_the_process_is_kept(isolated):
     assert score(isolated("waits"), request_of("a")).tolist() == [1.0]
 
 
-def test_large_texts_go_through(isolated):
+def test_large_texts(isolated):
     assert score(isolated(), request_of("x" * 3_000_000, "y")).tolist() == [3e6, 1.0]
 
 
@@ -105,8 +105,8 @@ def test_large_texts_go_through(isolated):
         ("daemonize", "ended its process with exit code 7"),
         ("abort", "was killed by SIGABRT"),
         ("kill the guard", "SIGKILL"),
-        ("scribble", "wrote to the pipe of its process"),
-        ("answer ahead", "wrote to the pipe of its process"),
+        ("scribble", "corrupted the pipe of its process"),
+        ("answer ahead", "corrupted the pipe of its process"),
     ],
 )
 def test_what_a_function_does_is_said_by_name_and_the_next_batch_is_scored(isolated, action, message):
@@ -128,7 +128,7 @@ def test_nothing_that_it_started_is_left(isolated, tmp_path, action):
     reward = isolated("writes_pids")
     path = tmp_path / "pids"
 
-    def end_it():  # as a deadline does, but not before it has started them
+    def end_it():  # like a deadline, but not before the processes run
         wait_until(lambda: path.exists() and path.read_text().count(" ") == 2)
         reward._process.kill()
 
@@ -139,18 +139,18 @@ def test_nothing_that_it_started_is_left(isolated, tmp_path, action):
     worker, away, near = map(int, path.read_text().split())
     wait_until(lambda: is_gone(worker))
     wait_until(lambda: is_gone(near))
-    if action == "kill the guard":  # what leaves the group and kills its guard escapes: see docs/rewards.md
+    if action == "kill the guard":  # a process outside the group survives its guard: see docs/rewards.md
         os.kill(away, 9)
     wait_until(lambda: is_gone(away))
 
 
-def test_a_copy_of_the_process_that_comes_back_answers_nothing(isolated):
+def test_a_forked_copy_of_the_worker_does_not_answer(isolated):
     reward = isolated()
     assert score(reward, request_of("fork")).tolist() == [4.0]
     assert score(reward, request_of("a", "bb")).tolist() == [1.0, 2.0]
 
 
-def test_what_it_prints_is_no_answer(isolated):
+def test_printed_text_is_not_an_answer(isolated):
     assert score(isolated(), request_of("print")).tolist() == [5.0]
 
 
@@ -161,7 +161,7 @@ def test_memory_is_limited(isolated):
     assert score(reward, request_of("a")).tolist() == [1.0]
 
 
-def test_only_named_variables_reach_it(isolated, monkeypatch):
+def test_only_named_environment_variables_are_passed(isolated, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "s")
     monkeypatch.setenv("PASSED_ON", "p")
     assert score(isolated("environment", environment=["PASSED_ON"]), request_of("a", "b")).tolist() == [0.0, 1.0]
@@ -173,7 +173,7 @@ def can_leave_the_network():
     )
 
 
-def test_the_network_is_closed_where_the_kernel_permits_it(isolated, caplog):
+def test_the_network_is_closed_if_the_kernel_permits_it(isolated, caplog):
     server = socket.create_server(("127.0.0.1", 0))
     request = request_of(str(server.getsockname()[1]))
     is_closed = can_leave_the_network()
@@ -183,7 +183,7 @@ def test_the_network_is_closed_where_the_kernel_permits_it(isolated, caplog):
     server.close()
 
 
-def test_wrong_scores_are_no_failure_that_a_retry_could_mend(isolated):
+def test_invalid_scores_are_not_retried(isolated):
     reward = isolated("returns")
     assert score(reward, request_of("a", "b", value="nan")).isnan().all()
     for value, message in (("short", "returned 1 score for 2 completions"), ("text", "not a number")):
@@ -192,8 +192,8 @@ def test_wrong_scores_are_no_failure_that_a_retry_could_mend(isolated):
         assert not isinstance(caught.value, RewardFailed)
 
 
-def test_a_function_that_cannot_be_loaded_is_a_wrong_setting(isolated):
-    for name in ("hostile_rewards:nothing", "no_such_module:told"):
+def test_a_function_that_cannot_be_loaded_is_a_config_error(isolated):
+    for name in ("hostile_rewards:nothing", "no_such_module:obey"):
         with pytest.raises(ConfigError, match=name.partition(":")[2]):
             isolated(name)
     settings = RewardSettings(function="x:y", isolation="process")
@@ -201,7 +201,7 @@ def test_a_function_that_cannot_be_loaded_is_a_wrong_setting(isolated):
         RewardProcess(lambda completions: [], settings)
 
 
-def test_a_function_that_a_program_brings():
+def test_a_function_passed_by_a_program():
     settings = RewardSettings(function="x:y", isolation="process")
     reward = build_reward(settings, load_model=None, function=textwrap.dedent)  # any importable function
     with pytest.raises(RewardError, match=r"the parameter 'text', but .* prompts, completions"):
@@ -210,7 +210,7 @@ def test_a_function_that_a_program_brings():
 
 
 @pytest.mark.long  # it imports torch
-def test_it_ends_with_a_maker_that_is_killed(tmp_path):
+def test_all_processes_end_when_the_maker_is_killed(tmp_path):
     program = f"""
 import os, sys
 path = {str(tmp_path / "pids")!r}

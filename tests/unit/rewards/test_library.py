@@ -1,4 +1,4 @@
-"""The library of rewards: by hand on small cases, then on hostile completions, each with the real packages."""
+"""The library of rewards, with the real packages: small cases by hand, then hostile completions."""
 
 import contextlib
 import math
@@ -14,7 +14,7 @@ from coati.rewards import PendingScores, RewardRequest, RewardScorer, build_rewa
 from coati.rewards.calling import Verdict, call_function, load_reward_function
 from coati.rewards.library import LIBRARY, isolation_of, verifiers
 
-PATIENT = {"seconds": 60.0}  # far more than honest completions take
+PATIENT = {"seconds": 60.0}  # far more than ordinary completions take
 HOSTILE = {
     "empty": "",
     "spaces": " \n\t" * 1000,
@@ -38,13 +38,13 @@ def scores(name, completions, options=None, **offered):
     return [verdict.score for verdict in verdicts]
 
 
-def test_a_pattern_is_found_or_is_the_whole_text():
+def test_a_pattern_matches_a_part_or_the_whole_text():
     texts = ["the answer is 42.", "42", "forty-two", ""]
     assert scores("regex", texts, {"pattern": r"\d+"}) == [1.0, 1.0, 0.0, 0.0]
     assert scores("regex", texts, {"pattern": r"\d+", "whole": True}) == [0.0, 1.0, 0.0, 0.0]
 
 
-def test_a_pattern_that_would_take_for_ever_is_a_failure_of_that_sample():
+def test_a_pattern_that_takes_too_long_is_a_failure_of_that_sample():
     function = load_reward_function("regex", options={"pattern": "(a|aa)+$", "seconds": 0.5})
     slow, fine = call_function(function, {"completions": ["a" * 100 + "!", "aaa"]}, 2)
     assert math.isnan(slow.score)
@@ -67,16 +67,16 @@ def test_a_pattern_that_would_take_for_ever_is_a_failure_of_that_sample():
         ("", 0.0),
     ],
 )
-def test_tags_in_order_each_once_and_nothing_around_them(text, expected):
+def test_tags_must_be_in_order_once_each_and_enclose_all_text(text, expected):
     assert scores("format", [text]) == [expected]
 
 
-def test_tags_of_ones_own_after_what_the_prompt_has_written():
+def test_custom_tags_and_a_prefix_in_the_prompt():
     assert scores("format", ["a</why>", "<why>a</why>"], {"tags": ["why"], "prefix": "<why>"}) == [1.0, 0.0]
 
 
 def test_lengths_by_hand():
-    # 1 from 4 to 10, and a quarter less for each word beyond
+    # 1 from 4 to 10 words, and a quarter less for each word outside
     options = {"minimum": 4, "maximum": 10, "margin": 4, "unit": "words"}
     assert scores("length", ["w " * count for count in (0, 1, 2, 4, 10, 12, 14, 99)], options) == [
         *(0.0, 0.25, 0.5, 1.0),
@@ -120,14 +120,14 @@ def test_wrong_options(name, options, message):
 
 
 @pytest.mark.parametrize(("name", "extra"), [("math-verify", "rewards"), ("reasoning-gym", "reasoning")])
-def test_a_package_that_is_not_there_is_an_error_that_names_the_extra(monkeypatch, name, extra):
+def test_the_error_for_a_missing_package_names_the_extra(monkeypatch, name, extra):
     monkeypatch.setitem(sys.modules, name.replace("-", "_"), None)
     with pytest.raises(ConfigError, match=rf"{name.replace('-', '_')} is not installed.*coati\[{extra}\]"):
         load_reward_function(name)
 
 
-def test_options_and_columns_cannot_be_mixed_up():
-    """A column of the dataset that is called like an option does not take its place."""
+def test_columns_do_not_override_options():
+    """A column with the name of an option."""
     columns = {"pattern": ["b"], "seconds": [0], "completions": ["a"]}
     assert call_function(load_reward_function("regex", options={"pattern": "a"}), columns, 1)[0].score == 1.0
 
@@ -147,7 +147,7 @@ def request_of(completions, **columns):
 
 @pytest.fixture(scope="module")
 def built():
-    """Rewards as a run builds them: verifiers in child processes, which are kept, because starting them takes time."""
+    """Build rewards as a run does; child processes are kept, because they are slow to start."""
     made = {}
 
     def build(name, **options):
@@ -162,14 +162,14 @@ def built():
             reward._process.kill()
 
 
-def told(reward, completions, **columns):
+def run_scorer(reward, completions, **columns):
     scorer = RewardScorer(reward, None, max_quarantined=len(completions))
     scorer.working.add(reward.name)
     found = PendingScores(scorer, request_of(completions, **columns), torch.device("cpu"))
     return found().tolist(), found
 
 
-def test_math_is_compared_as_mathematics(built):
+def test_equal_expressions_are_equal_answers(built):
     pytest.importorskip("math_verify")
     cases = [
         ("so the answer is $\\frac{1}{2}$", "0.5", 1.0),
@@ -177,27 +177,27 @@ def test_math_is_compared_as_mathematics(built):
         ("first 3, no: \\boxed{4}", 4, 1.0),
         ("\\boxed{5}", "4", 0.0),
         ("I do not know", "4", 0.0),
-        ("$x^2 + 2x + 1$", "(x+1)^2", 1.0),  # an answer without the marks of LaTeX
+        ("$x^2 + 2x + 1$", "(x+1)^2", 1.0),  # an answer without LaTeX delimiters
         ("\\boxed{[0,1)}", "[0,1)", 1.0),
         ("", "4", 0.0),
     ]
     texts, answers, expected = map(list, zip(*cases, strict=True))
-    values, found = told(built("math-verify", **PATIENT), texts, answer=answers)
+    values, found = run_scorer(built("math-verify", **PATIENT), texts, answer=answers)
     assert values == expected
     assert found.remarks()[3]["details"]["math-verify"]["found"] == "5"
     assert not found.failures
 
 
-def test_an_answer_that_is_no_mathematics_is_a_failure_and_not_a_wrong_completion(built):
+def test_an_unreadable_answer_is_a_failure_and_not_a_wrong_completion(built):
     pytest.importorskip("math_verify")
-    values, found = told(built("math-verify", **PATIENT), ["\\boxed{1}", "\\boxed{1}"], answer=["", "1"])
+    values, found = run_scorer(built("math-verify", **PATIENT), ["\\boxed{1}", "\\boxed{1}"], answer=["", "1"])
     assert values[1] == 1.0
     assert "cannot read the answer ''" in found.failures[0]
-    _, found = told(built("math-verify", **PATIENT), ["yes"], answer=["yes"])
+    _, found = run_scorer(built("math-verify", **PATIENT), ["yes"], answer=["yes"])
     assert "cannot read the answer 'yes'" in found.failures[0]
 
 
-def test_no_memory_is_a_failure_even_if_the_package_takes_it_for_a_wrong_answer():
+def test_running_out_of_memory_is_a_failure_even_if_the_package_catches_it():
     def careless(completion):
         with contextlib.suppress(Exception):
             raise MemoryError
@@ -220,7 +220,7 @@ def test_math_works_on_a_thread_too():
     assert found[0][0].score == 1.0
 
 
-def test_entries_of_reasoning_gym_are_scored_by_their_tasks(built):
+def test_reasoning_gym_entries_are_scored_by_their_tasks(built):
     gym = pytest.importorskip("reasoning_gym")
     entries = [
         *gym.create_dataset("leg_counting", size=2, seed=1),
@@ -229,12 +229,12 @@ def test_entries_of_reasoning_gym_are_scored_by_their_tasks(built):
     columns = {"answer": [entry["answer"] for entry in entries], "metadata": [entry["metadata"] for entry in entries]}
     right = [f"<think>hm</think><answer> {entry['answer']} </answer>" for entry in entries]
     reward = built("reasoning-gym", **PATIENT)
-    values, found = told(reward, right, **columns)
+    values, found = run_scorer(reward, right, **columns)
     assert values == [1.0] * 4
     assert found.remarks()[2]["details"]["reasoning-gym"] == {"found": entries[2]["answer"]}
-    assert told(reward, ["<answer>no</answer>"] * 4, **columns)[0] != values
-    assert told(reward, [entry["answer"] for entry in entries], **columns)[0] == [0.0] * 4  # no tags
-    _, found = told(reward, ["<answer>1</answer>"], answer=["1"], metadata=['{"source_dataset": "no such task"}'])
+    assert run_scorer(reward, ["<answer>no</answer>"] * 4, **columns)[0] != values
+    assert run_scorer(reward, [entry["answer"] for entry in entries], **columns)[0] == [0.0] * 4  # no tags
+    _, found = run_scorer(reward, ["<answer>1</answer>"], answer=["1"], metadata=['{"source_dataset": "no such task"}'])
     assert "no such task" in found.failures[0]
 
 
@@ -255,7 +255,7 @@ def test_json_is_checked_against_a_schema(built):
         "[1]",
         "a: 1",
     ]
-    values, found = told(built("json-schema", schema=SCHEMA, **PATIENT), texts)
+    values, found = run_scorer(built("json-schema", schema=SCHEMA, **PATIENT), texts)
     assert values == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert found.remarks()[3]["details"]["json-schema"]["fault"].startswith("$.a: ")
     assert not found.failures
@@ -264,14 +264,14 @@ def test_json_is_checked_against_a_schema(built):
     assert [verdict.score for verdict in call_function(ours, rows, 2)] == [1.0, 0.0]
 
 
-def test_a_pattern_in_a_schema_that_would_take_for_ever_is_a_failure_of_that_sample(built):
+def test_a_schema_pattern_that_takes_too_long_is_a_failure_of_that_sample(built):
     slow = '{"a": 1, "b": "' + "a" * 60 + '!"}'
-    values, found = told(built("json-schema", schema=SCHEMA, seconds=1.0), [slow, '{"a": 1}'])
+    values, found = run_scorer(built("json-schema", schema=SCHEMA, seconds=1.0), [slow, '{"a": 1}'])
     assert "took more than 1 s" in found.failures[0]
     assert values[1] == 1.0 or "took more than 1 s" in found.failures[1]
 
 
-def test_a_schema_elsewhere_is_not_fetched(built):
+def test_a_remote_schema_is_not_fetched(built):
     ours = load_reward_function("json-schema")
     rows = {"completions": ["1"], "schema": [{"$ref": "http://127.0.0.1:9/schema.json"}], "timeout_seconds": 60.0}
     assert "Unresolvable" in call_function(ours, rows, 1)[0].error
@@ -294,7 +294,7 @@ OPTIONS = {
 @pytest.mark.parametrize(
     "name", [name for name in LIBRARY if name not in ("http", "judge", "teacher")]
 )  # see test_remote.py
-def test_hostile_completions_are_judged_or_fail_alone_and_the_next_batch_is_scored(built, name):
+def test_hostile_completions_get_a_score_or_fail_alone(built, name):
     if name in COLUMNS:
         pytest.importorskip(name.replace("-", "_"))
     reward = built(name, **OPTIONS.get(name, {}))
@@ -307,11 +307,11 @@ def test_hostile_completions_are_judged_or_fail_alone_and_the_next_batch_is_scor
         assert math.isfinite(value) != (row in pending.failures), list(HOSTILE)[row]
     assert all("took more than" in error for error in pending.failures.values()), pending.failures
     assert not pending.failures or name in OPTIONS
-    after = (told(reward, ["1"], **COLUMNS.get(name, {})) for _ in range(10))
-    assert any(not found.failures and math.isfinite(values[0]) for values, found in after)  # it may be slow here too
+    after = (run_scorer(reward, ["1"], **COLUMNS.get(name, {})) for _ in range(10))
+    assert any(not found.failures and math.isfinite(values[0]) for values, found in after)  # this machine may be slow
 
 
-def test_verifiers_run_where_they_can_be_killed_and_clients_where_there_is_a_network():
+def test_verifiers_run_in_a_process_and_clients_on_a_thread():
     assert {name for name in LIBRARY if isolation_of(name, "thread") == "process"} == {
         "math-verify",
         "reasoning-gym",

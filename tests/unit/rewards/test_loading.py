@@ -1,4 +1,4 @@
-"""Reward functions by name: found, or an error that says why not."""
+"""Loading reward functions by name, and the errors if that fails."""
 
 import importlib
 import sys
@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples/film"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A fresh folder; what tests import from it is forgotten afterwards."""
+    """An empty folder; modules imported from it are removed from sys.modules afterwards."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
     yield tmp_path
@@ -34,7 +34,7 @@ def test_a_function_from_a_file_and_from_a_package(folder):
 
 
 def test_a_folder_of_rewards_does_not_hide_other_modules(folder):
-    """A neighbour called like a package that something imports later."""
+    """A module in it has the name of a package that is imported later."""
     (folder / "colorsys.py").write_text("raise AssertionError\n")
     (folder / "shadowing.py").write_text("def praise(completions):\n    return [1.0]\n")
     sys.modules.pop("colorsys", None)
@@ -43,11 +43,11 @@ def test_a_folder_of_rewards_does_not_hide_other_modules(folder):
     assert sys.path[-1] == str(folder)
 
 
-def test_options_are_arguments_that_are_the_same_in_every_call(folder):
+def test_options_are_constant_arguments(folder):
     (folder / "opted.py").write_text("def above(completions, limit, **columns):\n    return [limit, sorted(columns)]\n")
     function = load_reward_function("opted:above", [folder], {"limit": 3})
     offered = {"completions": [], "limit": [7, 7], "topic": [1, 1], "timeout_seconds": 1.0}
-    with pytest.raises(CallFailed, match=r"\['topic'\]"):  # the column `limit` does not take the option's place
+    with pytest.raises(CallFailed, match=r"\['topic'\]"):  # the column `limit` does not override the option
         call_function(function, offered, 2)
     assert function(completions=[])[0] == 3
     (folder / "strict.py").write_text("def f(completions, limit):\n    return []\n")
@@ -64,7 +64,7 @@ def test_bad_syntax(name):
     assert "rewards:praise" in str(caught.value)
 
 
-def test_a_missing_module_names_the_folders_searched(folder):
+def test_the_error_for_a_missing_module_names_the_search_paths(folder):
     with pytest.raises(ConfigError) as caught:
         load_reward_function("no_such_module:praise", [folder])
     assert "'no_such_module'" in str(caught.value)
@@ -72,14 +72,14 @@ def test_a_missing_module_names_the_folders_searched(folder):
     assert "reward.search_paths" in str(caught.value)
 
 
-def test_a_missing_function_lists_those_there_are(folder):
+def test_the_error_for_a_missing_function_lists_those_of_the_module(folder):
     (folder / "near.py").write_text("def praise(): ...\ndef _help(): ...\ndef blame(): ...\n")
     with pytest.raises(ConfigError, match=r"near\.py.*but praise, blame\."):
         load_reward_function("near:zzz", [folder])
 
 
 @pytest.mark.parametrize("name", ["__main__:_lambda_", "__main__:no_such_function", "near:_lambda_"])
-def test_a_function_that_a_program_brought_says_how_to_go_on(folder, name):
+def test_the_error_for_a_function_of_a_program_says_how_to_continue(folder, name):
     main = sys.modules["__main__"]
     (folder / "near.py").write_text("")
     with pytest.raises(ConfigError, match=r"by a program.*coati\.train\(resume=.*reward\.function"):
@@ -87,7 +87,7 @@ def test_a_function_that_a_program_brought_says_how_to_go_on(folder, name):
     assert sys.modules["__main__"] is main
 
 
-def test_a_module_that_was_corrected_is_read_again(folder, monkeypatch):
+def test_a_corrected_module_is_read_again(folder, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # its time stamps are too coarse for a test
     (folder / "draft.py").write_text("def blame(): ...\n")
     with pytest.raises(ConfigError, match="blame"):
@@ -96,9 +96,11 @@ def test_a_module_that_was_corrected_is_read_again(folder, monkeypatch):
     assert callable(load_reward_function("draft:praise", [folder]))
 
 
-def test_something_that_is_not_callable(folder):
+def test_an_attribute_that_is_not_callable(folder):
     (folder / "data.py").write_text("praise = 3\n")
-    with pytest.raises(ConfigError, match=r"'data:praise'.* no function 'praise'\. Check"):  # and no other to name
+    with pytest.raises(
+        ConfigError, match=r"'data:praise'.* no function 'praise'\. Check"
+    ):  # there is no other function to list
         load_reward_function("data:praise", [folder])
 
 
@@ -111,7 +113,7 @@ def test_something_that_is_not_callable(folder):
         ("def (:\n", "SyntaxError: "),
     ],
 )
-def test_a_module_that_does_not_import_shows_its_own_error(folder, source, expected):
+def test_the_error_of_a_failed_import_is_shown(folder, source, expected):
     (folder / "faulty.py").write_text(source)
     with pytest.raises(ConfigError) as caught:
         load_reward_function("faulty:praise", [folder])
@@ -119,7 +121,7 @@ def test_a_module_that_does_not_import_shows_its_own_error(folder, source, expec
     assert "faulty.py" in str(caught.value)
 
 
-def test_a_name_that_another_module_took(folder):
+def test_a_name_that_is_already_imported_from_elsewhere(folder):
     (folder / "one").mkdir()
     (folder / "two").mkdir()
     for name in ("one", "two"):
@@ -134,7 +136,7 @@ def test_the_example_rewards_by_hand(folder):
     praise = load_reward_function("rewards:praise", [EXAMPLE])
     on_topic = load_reward_function("rewards:on_topic", [EXAMPLE])
     try:
-        # (good - bad) / (good + bad + 1), `not` turns a word around, nothing written has no score
+        # (good - bad) / (good + bad + 1); `not` inverts a word; an empty completion has no score
         texts = ["was good .", "was not good .", "was good but dull .", "was old .", ""]
         assert praise(completions=texts) == [1 / 2, -1 / 2, 0.0, 0.0, None]
         scores = on_topic(prompts=["the film", "i thought"], completions=["was", "it"], topic=["film", "plot"])

@@ -1,4 +1,4 @@
-"""The examples in docs/rewards.md run as they stand there."""
+"""The examples in docs/rewards.md run unchanged."""
 
 import re
 import sys
@@ -21,7 +21,7 @@ def blocks(language):
 
 @pytest.fixture
 def my_rewards(tmp_path, monkeypatch):
-    """The page's module of functions, next to the run."""
+    """The functions of the page as the module `my_rewards`."""
     monkeypatch.syspath_prepend(tmp_path)
     definitions, *_ = blocks("python")
     (tmp_path / "my_rewards.py").write_text(definitions)
@@ -29,7 +29,7 @@ def my_rewards(tmp_path, monkeypatch):
     sys.modules.pop("my_rewards", None)
 
 
-def test_the_functions_and_the_way_to_try_them(my_rewards, capsys):
+def test_the_functions_and_the_python_example(my_rewards, capsys):
     _, trial = blocks("python")
     names = {}
     exec(compile(trial, "rewards.md", "exec"), names)
@@ -38,7 +38,7 @@ def test_the_functions_and_the_way_to_try_them(my_rewards, capsys):
     assert polite == [(0.0, {"words": 2}, "")] * 2
 
 
-def test_the_settings_are_valid_and_their_rewards_can_be_loaded(my_rewards, monkeypatch):
+def test_the_settings_are_valid_and_their_rewards_load(my_rewards, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "k")
     loaded = []
     for block in blocks("toml"):
@@ -59,5 +59,7 @@ def test_the_table_has_every_reward_with_every_option():
         options, _ = keyword_parameters(
             getattr({"text": text, "verifiers": verifiers, "remote": remote}[module], factory)
         )
-        said = servers if module == "remote" else rows[name]
-        assert [option for option in options if f"`{option}`" not in said and f"{option} =" not in said] == [], name
+        section = servers if module == "remote" else rows[name]
+        assert [option for option in options if f"`{option}`" not in section and f"{option} =" not in section] == [], (
+            name
+        )

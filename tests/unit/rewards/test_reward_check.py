@@ -47,7 +47,7 @@ def row(completion, answer="no", **more):
     return {"prompt": "why?", "completion": completion, "answer": answer, **more}
 
 
-def test_a_function_of_ones_own(check):
+def test_a_custom_function(check):
     code, text = check("checked_rewards:words", [row("so it is"), row("")])
     assert code == 0
     assert "score: 2 of 2 rows; mean 1.5, lowest 0, highest 3" in text
@@ -55,7 +55,7 @@ def test_a_function_of_ones_own(check):
     assert "rows.jsonl:2" in text
 
 
-def test_one_of_the_library_with_options_and_columns(check):
+def test_a_library_reward_with_options_and_columns(check):
     rows = [row("\\boxed{4}", solution="4"), row("five", solution="4")]
     code, text = check("regex", rows, "--set", "reward.options.pattern='[0-9]'")
     assert (code, "mean 0.5" in text) == (0, True)
@@ -63,7 +63,7 @@ def test_one_of_the_library_with_options_and_columns(check):
     assert "mean 1" in text
 
 
-def test_the_terms_of_a_run_and_the_rows_that_a_run_wrote(check, tmp_path):
+def test_the_terms_of_a_run_on_samples_of_a_run(check, tmp_path):
     terms = (
         '{ function = "checked_rewards:words", weight = 0.5 }, { function = "checked_rewards:picky", name = "right" }'
     )
@@ -78,7 +78,7 @@ def test_the_terms_of_a_run_and_the_rows_that_a_run_wrote(check, tmp_path):
     assert "right: 1 of 1 row; mean 1," in text
 
 
-def test_failures_come_first_are_counted_by_cause_and_end_with_1(check):
+def test_failures_come_first_are_counted_by_cause_and_exit_with_1(check):
     rows = [row("a no"), row("b", "odd"), row("c", "odd")]
     code, text = check("checked_rewards:picky", rows, "--show", "2", "--set", "reward.retries=2")
     assert code == 1
@@ -87,12 +87,12 @@ def test_failures_come_first_are_counted_by_cause_and_end_with_1(check):
     assert "failed on 2 rows: Reward function 'picky' raised ValueError" in text
     assert "score: 1 of 3 rows; mean 1" in text
     assert "asked again 2 times" in text
-    code, text = check("checked_rewards:picky", [row("b", "odd")])  # and if it has never scored one
+    code, text = check("checked_rewards:picky", [row("b", "odd")])  # also if it has never scored a row
     assert code == 1
     assert "score: 0 of 1 row\n" in text
 
 
-def test_tokens_are_those_of_a_tokenizer_on_this_machine(check, tmp_path):
+def test_token_lengths_need_a_local_tokenizer(check, tmp_path):
     tiny.save_words(tmp_path)
     options = ("--set", "reward.options.maximum=2")
     code, text = check("length", [row("a b"), row("a b c")], *options, "--set", "model.path=model")
@@ -101,7 +101,7 @@ def test_tokens_are_those_of_a_tokenizer_on_this_machine(check, tmp_path):
         check("length", [row("a b")], *options)
 
 
-def test_no_score_and_a_failure_look_different_and_rows_are_whole_in_a_narrow_window(check, tmp_path, monkeypatch):
+def test_missing_scores_and_failures_look_different_and_lines_do_not_wrap(check, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     terms = '{ function = "checked_rewards:picky" }, { function = "checked_rewards:silent" }'
     (tmp_path / "run.toml").write_text(

@@ -1,4 +1,4 @@
-"""Rewards: what a function may return, every way it can fail, models, sums and decoding."""
+"""Rewards: what functions may return, how they can fail, models, sums and decoding."""
 
 import asyncio
 import copy
@@ -67,7 +67,7 @@ def test_scores_come_back_as_float32():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_every_list_of_numbers_is_accepted(returned):
+def test_every_collection_of_numbers_is_accepted(returned):
     assert score_with(lambda completions: returned).tolist() == [1.0, 2.0]
     assert score_with(lambda completions: [True, False]).tolist() == [1.0, 0.0]
 
@@ -80,7 +80,7 @@ def test_no_score_is_nan():
     assert scores[-1] == 0.5
 
 
-def test_a_function_gets_what_its_signature_names():
+def test_a_function_gets_the_arguments_in_its_signature():
     seen = {}
 
     def few(completions, topic, extra="default"):
@@ -98,7 +98,7 @@ def test_a_function_gets_what_its_signature_names():
     assert seen["kwargs"] == ["answer", "completion_ids", "completions", "prompts", "topic"]
 
 
-def test_a_function_can_ask_for_tokens_and_for_its_time():
+def test_a_function_can_take_token_ids_and_its_time_limit():
     seen = {}
 
     def curious(completion_ids, timeout_seconds):
@@ -145,7 +145,7 @@ def test_details_come_with_scores():
     assert found.failures == {}
 
 
-def test_details_that_no_file_could_hold_are_cut():
+def test_details_that_are_too_large_for_a_file_are_truncated():
     loop = []
     loop.append(loop)
     deep = json.loads("[" * 900 + "]" * 900)
@@ -198,7 +198,7 @@ def message_of(function, request=None, **options):
         lambda completion: [message["content"] for message in completion],
     ],
 )
-def test_a_function_that_reads_chat_messages_is_told_of_the_setting(read):
+def test_the_error_of_a_function_that_expects_messages_names_the_setting(read):
     def of_trl(completions, **_):
         return [float("a" in read(completion)) for completion in completions]
 
@@ -226,7 +226,7 @@ def test_a_function_that_exits():
     assert "raised SystemExit: 3" in message_of(lambda completions: sys.exit(3))
 
 
-def test_a_function_that_hangs_is_given_up_at_the_deadline():
+def test_a_function_that_hangs_is_abandoned_at_the_deadline():
     release = threading.Event()
     message = message_of(lambda completions: release.wait(60), timeout_seconds=0.1)
     assert "did not return within 0.1 s" in message
@@ -252,7 +252,7 @@ def test_an_async_function_is_awaited(is_wrong):
         assert score_with(judge).tolist() == [1.0, 3.0]
 
 
-def test_a_function_that_raises_a_timeout_is_not_taken_for_a_slow_one():
+def test_a_function_that_raises_timeout_error_is_not_reported_as_slow():
     def broken(completions):
         raise TimeoutError("of the server")
 
@@ -285,23 +285,23 @@ def test_an_endless_generator_is_too_many():
 
 
 @pytest.mark.parametrize("returned", [0.5, None, "ab", {"a": 1, "b": 2}, torch.zeros(2, 1)], ids=repr)
-def test_something_that_is_no_list(returned):
+def test_a_result_that_is_not_a_list(returned):
     assert "list of scores" in message_of(lambda completions: returned)
 
 
 @pytest.mark.parametrize("value", ["0.5", [1], 1j, torch.zeros(2)], ids=repr)
-def test_a_score_that_is_no_number(value):
+def test_a_score_that_is_not_a_number(value):
     message = message_of(lambda completions: [1.0, value])
     assert "as score 1" in message
 
 
-def test_a_parameter_that_is_no_column():
+def test_a_parameter_that_is_not_a_column():
     message = message_of(lambda completions, answer: [0, 0], request_of("a", "b", topic=["x", "y"]))
     assert "'answer'" in message
     assert "topic, prompts, completions, completion_ids" in message
 
 
-def test_long_texts_are_cut_in_errors():
+def test_long_texts_are_truncated_in_errors():
     request = request_of("x" * 500)
     with pytest.raises(RewardError) as caught:
         score_with(lambda completions: [], request)
@@ -309,7 +309,7 @@ def test_long_texts_are_cut_in_errors():
 
 
 class LastToken(nn.Module):
-    """Scores a sequence by its last token; with dropout, so that training mode would show."""
+    """Scores a sequence by its last token. Has dropout, so that training mode would change the scores."""
 
     def __init__(self, shape=None):
         super().__init__()
@@ -370,7 +370,7 @@ WORDS = ["<eos>", "<bos>", "<unk>", "a", "b", "c"]
 def make_tokenizer():
     backend = Tokenizer(models.WordLevel(vocab={word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # pad = eos, as many real models have it: only the masks can tell padding from text
+    # pad = eos, as in many models: only the masks distinguish padding from text
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<eos>", unk_token="<unk>"
     )
@@ -389,7 +389,7 @@ class Recorder(Reward):
         return torch.arange(len(request), dtype=torch.float32)
 
 
-def test_the_scorer_decodes_what_the_masks_keep():
+def test_the_scorer_decodes_the_tokens_that_the_masks_keep():
     recorder = Recorder()
     scores = RewardScorer(recorder, make_tokenizer()).begin(
         SEQUENCES, ATTENTION_MASK, ACTION_MASK, {"topic": ["x", "y"]}
@@ -401,7 +401,7 @@ def test_the_scorer_decodes_what_the_masks_keep():
     assert recorder.request.sequences is SEQUENCES
 
 
-def test_the_scorer_prefers_the_prompts_as_they_were_written():
+def test_the_scorer_prefers_the_original_texts_of_prompts():
     recorder = Recorder()
     columns = {"prompt": ["A!", "C b"], "sample_ids": torch.tensor([4, 5])}
     RewardScorer(recorder, make_tokenizer()).begin(SEQUENCES, ATTENTION_MASK, ACTION_MASK, columns)()
@@ -441,7 +441,7 @@ def test_rewards_from_settings(tmp_path):
 
 
 def batch_of(scorer):
-    """Begin to score a batch of one row."""
+    """Start to score a batch of one row."""
     ids = torch.tensor([[1, 2]])
     return scorer.begin(ids, torch.ones_like(ids), torch.ones(1, 1, dtype=torch.bool))
 
@@ -454,14 +454,14 @@ class Tokens(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["a function", "a model", "both"])
-def test_texts_are_written_when_a_reward_that_reads_them_is_asked(kind):
+def test_texts_are_decoded_only_when_a_reward_reads_them(kind):
     words, seen = make_tokenizer(), []
 
     def length(completions):
         seen.append(list(completions))
         return [1.0] * len(completions)
 
-    length.is_host_work = False  # asked when the scores are wanted
+    length.is_host_work = False  # called when the scores are needed
     terms = {"a function": [FunctionReward(length)], "a model": [ModelReward(Tokens())]}
     terms["both"] = terms["a function"] + terms["a model"]
     decoded = []
@@ -485,12 +485,12 @@ class Longest(WeightedSum):
 
 
 @pytest.mark.parametrize("reward", [Shorter(Tokens()), Longest([(ModelReward(Tokens()), 1.0)])], ids=["model", "sum"])
-def test_a_reward_of_ones_own_made_of_ours_gets_the_texts(reward):
+def test_subclasses_of_model_reward_and_weighted_sum_get_the_texts(reward):
     scores = RewardScorer(reward, make_tokenizer()).begin(SEQUENCES, ATTENTION_MASK, ACTION_MASK)()
     assert scores.tolist() == ([5.0 - 4, 4.0 - 0] if isinstance(reward, Shorter) else [4.0, 0.0])
 
 
-def test_a_function_is_never_called_for_two_batches_at_a_time():
+def test_a_function_is_called_for_one_batch_at_a_time():
     inside, most, may_end, first_in = [], [], threading.Event(), threading.Event()
 
     def watched(completions):
@@ -520,7 +520,7 @@ def test_a_batch_is_ready_when_its_scores_are():
     assert float(scores()) == 1.0
 
 
-def test_a_function_that_hangs_does_not_keep_the_next_batch():
+def test_a_function_that_hangs_does_not_block_the_next_batch():
     may_end = threading.Event()
     answers = iter([lambda: may_end.wait(30), lambda: [1.0]])
     reward = FunctionReward(lambda completions: next(answers)(), timeout_seconds=0.01)
@@ -532,7 +532,7 @@ def test_a_function_that_hangs_does_not_keep_the_next_batch():
     may_end.set()
 
 
-def test_a_scorer_can_be_copied_while_a_call_is_under_way():
+def test_a_scorer_can_be_copied_while_a_call_is_running():
     may_end = threading.Event()
     scorer = RewardScorer(FunctionReward(lambda completions: [float(may_end.wait(30))]), make_tokenizer())
     scores = batch_of(scorer)
@@ -541,18 +541,20 @@ def test_a_scorer_can_be_copied_while_a_call_is_under_way():
     assert float(scores()) == float(batch_of(other)()) == 1.0
 
 
-def test_the_scorer_says_what_it_needs():
+def test_a_scorer_needs_a_reward():
     with pytest.raises(ConfigError, match="FunctionReward"):
         RewardScorer(lambda completions: [], make_tokenizer())
 
 
-@pytest.mark.parametrize("said", [torch.zeros(3), [1.0, 2.0], []], ids=["a score too many", "plain numbers", "nothing"])
-def test_a_reward_of_ones_own_that_returns_something_else_is_named(said):
+@pytest.mark.parametrize(
+    "result", [torch.zeros(3), [1.0, 2.0], []], ids=["a score too many", "plain numbers", "nothing"]
+)
+def test_the_error_for_an_invalid_result_names_the_custom_reward(result):
     class Own(Reward):
         name = "own"
 
         def score(self, _request):
-            return said
+            return result
 
     with pytest.raises(RewardError, match=r"'own'.*2 scores"):
         tiny.ask(Own(), request_of("a", "b"))

@@ -1,4 +1,4 @@
-"""Completions as text: what they add to their prompt, whatever the tokenizer does with spaces."""
+"""Decoding completions: the text that they add to the prompt, however the tokenizer treats spaces."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -13,7 +13,7 @@ WORDS = ["<unk>", "<s>", "</s>", "▁the", "▁film", "▁was", "ly", "▁good"]
 
 
 def metaspace_tokenizer():
-    """Words carry their space, and the decoder drops that of the first, as Llama 2's and Gemma's do."""
+    """Words include their space, and the decoder drops that of the first word, as for Llama 2 and Gemma."""
     backend = Tokenizer(models.WordLevel(vocab={word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -35,12 +35,12 @@ TOKENS = (SEQUENCES, ATTENTION_MASK, ACTION_MASK)
 
 def test_the_first_space_of_a_completion_is_kept():
     tokenizer = metaspace_tokenizer()
-    assert tokenizer.decode([5, 7]) == "was good"  # decoded alone it is lost
+    assert tokenizer.decode([5, 7]) == "was good"  # alone, the space is lost
     assert decode_prompts(tokenizer, *TOKENS) == ["the film", "film"]
     assert decode_completions(tokenizer, *TOKENS) == [" was good", "ly"]
 
 
-def test_rewards_and_samples_see_the_same_texts():
+def test_rewards_and_samples_have_the_same_texts():
     tokenizer, seen = metaspace_tokenizer(), []
 
     def watched(prompts, completions):
@@ -66,7 +66,7 @@ def test_a_long_prompt_and_an_empty_one():
 
 
 def test_a_character_that_begins_in_the_prompt():
-    """Half of an é in the prompt, half in the response: the response is decoded alone."""
+    """Half of an é is in the prompt and half in the response, so the response is decoded alone."""
     tokenizer = byte_level_tokenizer(["a", "Ã", "©", "b"])
     sequences = torch.tensor([[0, 1, 2, 3]])
     masks = torch.ones_like(sequences), torch.tensor([[True, True]])

@@ -1,4 +1,4 @@
-"""The rewards that have a name: each is a function of its options that returns a reward function. No torch."""
+"""The library of rewards, by name. Each is a function that takes options and returns a reward function. No torch."""
 
 LIBRARY = {
     "math-verify": "verifiers:math_verify",
@@ -13,10 +13,10 @@ LIBRARY = {
     "judge": "remote:judge",
     "teacher": "remote:teacher",
 }
-"""What makes each of them."""
+"""The "module:function" that makes each reward."""
 _ISOLATION = {"verifiers": "process", "remote": "thread"}
 
 
 def isolation_of(name: str, chosen: str) -> str:
-    """Return where a function runs: as `chosen`, but verifiers in a process, which can be killed, and clients not."""
+    """Return where a function runs: verifiers in a process, clients of servers on a thread, others as `chosen`."""
     return _ISOLATION.get(LIBRARY.get(name, "").partition(":")[0], chosen)

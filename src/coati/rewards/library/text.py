@@ -1,4 +1,4 @@
-"""Rewards that read only the completion. Each name is a function of options that returns the reward function."""
+"""Rewards that read only the completion. Each function takes options and returns the reward function."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ Unit = Literal["tokens", "words", "characters"]
 
 
 def regex(*, pattern: str, whole: bool = False, seconds: float = 1.0) -> Callable[..., list[Verdict]]:
-    """1 where the pattern (of the package `regex`, a superset of Python's) is found, or matches the whole text; else 0.
+    """Score 1 if the pattern is found (with `whole`, if it matches the whole text), else 0.
 
-    A search that takes more than `seconds` is a failure on that sample.
+    The syntax is that of the package `regex`, a superset of Python's. A search that takes more than `seconds` is a
+    failure on that sample.
     """
     package = needed_package("regex")
     try:
         compiled = package.compile(pattern)
     except package.error as error:
-        raise ConfigError(f"Reward 'regex' needs a valid pattern, got {pattern!r}: {error}. Correct it.") from None
+        raise ConfigError(
+            f"Reward 'regex' needs a valid pattern, got {pattern!r}: {error}. Correct reward.options."
+        ) from None
     find = compiled.fullmatch if whole else compiled.search
 
     def verdict(text: str) -> Verdict:
-        try:  # concurrent: other threads run meanwhile
+        try:  # concurrent: release the GIL
             return Verdict(float(find(text, timeout=seconds, concurrent=True) is not None))
         except TimeoutError:
             return Verdict(error=f"took more than {seconds:g} s to search for its pattern")
@@ -34,9 +37,9 @@ def regex(*, pattern: str, whole: bool = False, seconds: float = 1.0) -> Callabl
 
 
 def tags(*, tags: Sequence[str] = ("think", "answer"), prefix: str = "") -> Callable[..., list[float]]:
-    """1 where the text is these tags, each once and closed, in this order, with nothing around them; else 0.
+    """Score 1 if the text consists of these tags, each once and closed, in this order, else 0.
 
-    `prefix` is what the prompt has written of the response already, such as "<think>".
+    `prefix` is the start of the response that is already in the prompt, such as "<think>".
     """
     require("format", bool(tags) and not isinstance(tags, str), "a list of tags")
 
@@ -55,7 +58,7 @@ def tags(*, tags: Sequence[str] = ("think", "answer"), prefix: str = "") -> Call
 def length(
     *, maximum: float, minimum: float = 0, margin: float = 0, unit: Unit = "tokens"
 ) -> Callable[..., list[float]]:
-    """1 from `minimum` to `maximum`; outside it falls to 0 over `margin`."""
+    """Score 1 for a length from `minimum` to `maximum`; outside, the score falls to 0 over `margin`."""
     require("length", minimum <= maximum and margin >= 0, "minimum <= maximum and margin >= 0")
 
     def rate(parts: Sequence[Hashable]) -> float:
@@ -66,25 +69,25 @@ def length(
 
 
 def overlong(*, max_tokens: int, buffer_tokens: int, unit: Unit = "tokens") -> Callable[..., list[float]]:
-    """DAPO's soft overlong penalty: 0 up to `max_tokens` - `buffer_tokens`, then down to -1 at `max_tokens`."""
+    """Score DAPO's soft overlong penalty: 0 up to `max_tokens` - `buffer_tokens`, then down to -1 at `max_tokens`."""
     require("overlong", 0 < buffer_tokens <= max_tokens, "0 < buffer_tokens <= max_tokens")
     start = max_tokens - buffer_tokens
     return _rating("overlong", unit, lambda parts: min(0.0, max(-1.0, (start - len(parts)) / buffer_tokens)))
 
 
 def repetition(*, size: int = 4, unit: Unit = "words") -> Callable[..., list[float]]:
-    """Minus the share of runs of `size` words that occurred before: 0 where none is repeated, near -1 in a loop."""
+    """Score minus the fraction of repeated n-grams of `size` units: 0 without repetition, near -1 in a loop."""
     require("repetition", size >= 1, "size >= 1")
 
     def rate(parts: Sequence[Hashable]) -> float:
-        runs = list(zip(*(itertools.islice(parts, start, None) for start in range(size)), strict=False))
-        return len(set(runs)) / len(runs) - 1.0 if runs else 0.0
+        ngrams = list(zip(*(itertools.islice(parts, start, None) for start in range(size)), strict=False))
+        return len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0
 
     return _rating("repetition", unit, rate)
 
 
 def _rating(name: str, unit: Unit, rate: Callable[[Sequence[Hashable]], float]) -> Callable[..., list[float]]:
-    """A reward function that rates the tokens, words or characters of each completion."""
+    """Return a reward function that rates the tokens, words or characters of each completion."""
     require(name, unit in get_args(Unit), f"one of the units {', '.join(get_args(Unit))}, got {unit!r}")
     if unit == "tokens":
         return lambda completion_ids: [rate(ids) for ids in completion_ids]

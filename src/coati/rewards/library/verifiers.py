@@ -1,7 +1,8 @@
-"""Verifiers: other packages take a completion apart, and a hostile one can keep them busy for ever.
+"""Verifiers: rewards that parse completions with other packages, which hostile completions can keep busy forever.
 
-So they run in a child process (see `isolation_of`). There each sample has a time limit, by a signal, which works on the
-main thread only; what no signal ends, such as a huge power in C, ends with the process at the reward's deadline.
+They therefore run in a child process (see `isolation_of`), where a signal limits the time of each sample. Signals work
+on the main thread only. Code that a signal cannot interrupt, such as a huge power in C, ends when the process is killed
+at the reward's deadline.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from typing import Any
 from coati.errors import ConfigError
 from coati.rewards.calling import Verdict, excerpt, needed_package, raised
 
-_MOST_CHARACTERS = 100_000  # of a completion: the end, where answers are
-_USABLE = 0.9  # share of a call's time; the rest is for its answer
+_MAX_CHARACTERS = 100_000  # last characters of a completion, where answers are
+_USABLE_FRACTION = 0.9  # of a call's time; the rest is left for returning the scores
 
 
 class _TooSlow(BaseException):
-    """A sample has taken its time; not an Exception, which packages catch."""
+    """A sample exceeds its time limit. Not an Exception, because packages catch those."""
 
 
 def math_verify(*, seconds: float = 5.0) -> Callable[..., list[Verdict]]:
-    """1 where Math-Verify finds the completion's last answer equal to the column `answer`, else 0."""
+    """Score 1 if Math-Verify finds the completion's last answer equal to the column `answer`, else 0."""
     package = needed_package("math_verify")
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
 
     def verdict(completion: str, answer: Any) -> Verdict:
         gold = str(answer)
         if "\\" in gold and not any(mark in gold for mark in ("$", "\\boxed", "\\(", "\\[")):
-            gold = f"${gold}$"  # LaTeX is looked for only in an environment
+            gold = f"${gold}$"  # LaTeX is parsed only inside delimiters
         expected = package.parse(gold, parsing_timeout=None)
-        if not expected and any(map(str.isdigit, gold)):  # (x+1)^2 or [0, 1), and not a word
+        if not expected and any(map(str.isdigit, gold)):  # such as (x+1)^2 or [0, 1), but not a word
             expected = package.parse(f"${gold}$", parsing_timeout=None)
         if not expected:
             return Verdict(error=f"cannot read the answer {excerpt(gold)!r} as mathematics")
@@ -51,12 +52,12 @@ def math_verify(*, seconds: float = 5.0) -> Callable[..., list[Verdict]]:
 
 
 def reasoning_gym(*, tag: str = "answer", seconds: float = 5.0) -> Callable[..., list[Verdict]]:
-    """The score that the task of a row's `metadata.source_dataset` gives the text between the last <answer> tags.
+    """Score the text between the last <answer> tags with the task in the row's `metadata.source_dataset`.
 
     Rows are entries of reasoning-gym: `question` (or the prompt), `answer`, and `metadata`, which may be JSON text.
-    A completion without the tags has 0; `tag = ""` takes the whole text.
+    A completion without the tags scores 0. With `tag = ""`, the whole text is the answer.
     """
-    # Each call makes the task again, which reads a list of words for some: 50 ms for each sample.
+    # Cached, because creating a task can take 50 ms: some read a list of words.
     scorer_of = functools.cache(needed_package("reasoning_gym", "reasoning").get_score_answer_fn)
 
     def verdict(completion: str, question: str, answer: Any, metadata: Any) -> Verdict:
@@ -76,9 +77,9 @@ def reasoning_gym(*, tag: str = "answer", seconds: float = 5.0) -> Callable[...,
 
 
 def json_schema(*, schema: Mapping[str, Any] | None = None, seconds: float = 5.0) -> Callable[..., list[Verdict]]:
-    """1 where the completion, or its last fenced block, is JSON that the schema allows, else 0.
+    """Score 1 if the completion, or its last fenced block, is JSON that is valid under the schema, else 0.
 
-    Without the option, each row has its own in the column `schema`, which may be JSON text.
+    Without the option `schema`, each row has its schema in the column `schema`, which may be JSON text.
     """
     package, registry = needed_package("jsonschema"), needed_package("referencing").Registry()
 
@@ -93,7 +94,7 @@ def json_schema(*, schema: Mapping[str, Any] | None = None, seconds: float = 5.0
             value = json.loads(completion, parse_constant=_refused)
         except (ValueError, RecursionError) as error:  # not JSON, or nested too deeply
             return Verdict(0.0, {"fault": excerpt(f"{type(error).__name__}: {error}")})
-        # A registry of our own looks nothing up in the network.
+        # An empty registry fetches nothing from the network.
         fault = package.exceptions.best_match(kind(schema, registry=registry).iter_errors(value))
         return Verdict(
             float(fault is None), {"fault": excerpt(f"{fault.json_path}: {fault.message}")} if fault else None
@@ -106,7 +107,9 @@ def json_schema(*, schema: Mapping[str, Any] | None = None, seconds: float = 5.0
     try:
         verdict("", schema)
     except package.SchemaError as error:
-        raise ConfigError(f"Reward 'json-schema' needs a valid schema: {error.message}. Correct it.") from None
+        raise ConfigError(
+            f"Reward 'json-schema' needs a valid schema: {error.message}. Correct reward.options."
+        ) from None
     return lambda completions, timeout_seconds: _each(
         verdict, seconds, timeout_seconds, completions, [schema] * len(completions)
     )
@@ -117,13 +120,13 @@ def _refused(constant: str) -> None:
 
 
 def _each(verdict: Callable[..., Verdict], seconds: float, timeout_seconds: float, *rows: list[Any]) -> list[Verdict]:
-    """Ask for one sample after the other; one that raises or takes too long is a failure of its own."""
-    until, verdicts = time.monotonic() + _USABLE * timeout_seconds, []
+    """Verify the samples one by one. One that raises or takes too long is a failure on this sample alone."""
+    until, verdicts = time.monotonic() + _USABLE_FRACTION * timeout_seconds, []
     for completion, *values in zip(*rows, strict=True):
         limit = min(seconds, until - time.monotonic())
         try:
             with _limited(limit), _memory_errors_kept():
-                found = verdict(completion[-_MOST_CHARACTERS:], *values)
+                found = verdict(completion[-_MAX_CHARACTERS:], *values)
         except _TooSlow:
             found = Verdict(error=f"took more than {seconds:g} s" if limit == seconds else "had no time left")
         except Exception as error:
@@ -134,7 +137,7 @@ def _each(verdict: Callable[..., Verdict], seconds: float, timeout_seconds: floa
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise `_TooSlow` inside after so many seconds, on the main thread; at once if there are none."""
+    """Raise `_TooSlow` in the body after `seconds`, at once if they are 0 or less. No limit off the main thread."""
 
     def end(*_: object) -> None:
         raise _TooSlow
@@ -155,7 +158,7 @@ def _limited(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _memory_errors_kept() -> Iterator[None]:
-    """Raise MemoryError at the end if one was raised inside: packages catch it, and find the answer wrong instead."""
+    """Raise MemoryError at the end if one was raised in the body, where a package may catch it and return False."""
     is_out = False
 
     def watch(frame: FrameType, event: str, arg: Any) -> Any:
@@ -171,4 +174,4 @@ def _memory_errors_kept() -> Iterator[None]:
     finally:
         sys.settrace(before)
     if is_out:
-        raise MemoryError("there was no memory to check this sample")
+        raise MemoryError("out of memory while checking this sample")
