@@ -89,8 +89,8 @@ def test_a_stranger_can_follow_a_run_whose_reward_often_fails(film_run, coati_he
     num_failed = len((out / "quarantine.jsonl").read_text().splitlines())
     assert f"Quarantined: {num_failed} groups of 1 sample: Reward function 'picky' raised ValueError" in finished.stdout
     assert "120 samples made, 120 trained on" in finished.stdout
-    assert finished.stderr.count("is asked again") == 3 + (num_failed >= 10)
-    assert (out / "warnings.log").read_text().count("is asked again") > 3
+    assert finished.stderr.count("Retrying") == 3 + (num_failed >= 10)
+    assert (out / "warnings.log").read_text().count("Retrying") > 3
     (row,) = [line for line in coati_here("audit", out).stdout.splitlines() if "quarantined" in line]
     assert row.count(f" {num_failed} ") == 2  # groups and samples, one row for all of them
 
