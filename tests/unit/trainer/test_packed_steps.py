@@ -204,7 +204,7 @@ def test_models_that_cannot_make_activations_anew_or_have_no_blocks_are_refused(
         ("cpu", "CXX", "", {"g++"}, None),
         ("cpu", "CXX", "ccache my++", {"ccache"}, None),
         ("cpu", "CXX", "", {"gcc"}, r"g\+\+ or clang\+\+, or the compiler that CXX names, .* got none. Install one"),
-        ("cpu", "CXX", "my++", {"g++"}, r"got CXX = 'my\+\+', which is no program"),
+        ("cpu", "CXX", "my++", {"g++"}, r"got CXX = 'my\+\+', which is not a program"),
         ("cuda", "CC", "", {"gcc"}, None),
         ("cuda", "CC", "", {"g++"}, "gcc or clang, or the compiler that CC names, .* set train.compile to false"),
     ],

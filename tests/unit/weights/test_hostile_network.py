@@ -195,7 +195,7 @@ def take_a_chunk_of_another_trainer(sent, other, dice):
     chunks = list(sent.chunks)
     index = dice.randrange(len(chunks))
     chunks.insert(dice.randrange(index + 1, len(chunks) + 1), other.chunks[index])
-    return [start(sent), *parts(sent, chunks), end(sent, rf"chunk {index} is not one that the manifest lists")]
+    return [start(sent), *parts(sent, chunks), end(sent, rf"chunk {index} does not match the manifest")]
 
 
 def add_a_chunk_of_another_trainer(sent, other, dice):

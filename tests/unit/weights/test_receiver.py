@@ -244,15 +244,15 @@ DAMAGES = [
     (unknown_dtype, "unreadable"),
     (chunk_for_another_module, "its checksum is"),
     (exchange_two_names_everywhere, "its checksum is"),
-    (replaced_chunk_with_an_honest_checksum, "not one that the manifest lists"),
-    (chunk_that_the_manifest_does_not_list, "not one that the manifest lists"),
+    (replaced_chunk_with_an_honest_checksum, "does not match the manifest"),
+    (chunk_that_the_manifest_does_not_list, "does not match the manifest"),
     (unknown_name, "surprise.weight"),
     (missing_name, "lacks 2 weights"),  # embedding and head are one tensor with two names
     (wrong_shape, "shape"),
     (transposed_shape, "shape"),
-    (float_for_integer, "torch.float32, but it is torch.int64"),
-    (integer_for_float, "torch.int64, but it is torch.bfloat16"),
-    (narrower_integer, "torch.int8, but it is torch.int64"),
+    (float_for_integer, "torch.float32, but the maker's is torch.int64"),
+    (integer_for_float, "torch.int64, but the maker's is torch.bfloat16"),
+    (narrower_integer, "torch.int8, but the maker's is torch.int64"),
     (the_same_weight_twice, "twice"),
     (the_same_weight_under_two_names, "twice"),
     (unknown_module, "'reward'"),
@@ -495,7 +495,7 @@ def test_one_weight_under_two_names_is_refused(make_models):
 
 def test_a_partial_plain_update_is_refused_unless_allowed(make_models, fingerprint, maker):
     before = fingerprint(maker.models)
-    with pytest.raises(WeightUpdateError, match=r"lacks 1 weights \(first: 'weight'\)"):
+    with pytest.raises(WeightUpdateError, match=r"lacks 1 weights of the critic \(first: 'weight'\)"):
         plain(maker, critic={"bias": torch.ones(1)})
     assert fingerprint(maker.models) == before
     lenient = Maker(make_models(0), allow_partial_plain=True)
