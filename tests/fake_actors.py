@@ -106,5 +106,5 @@ class Factory(ActorFactory):
         super().__init__(config, parts=parts)
         self._start, self.kill = host.start, host.kill
 
-    def _find_meeting(self, name, num_gpus):
+    def _find_rendezvous(self, name, num_gpus):
         return SimpleNamespace(result=lambda seconds: ("ab" * 28, "127.0.0.1", 4711))

@@ -34,7 +34,7 @@ class Maker:
     @property
     def open_updates(self):
         """Ids of the updates that have begun and not ended."""
-        return tuple(stage.header.update_id for stage in self.receiver._open.values())
+        return tuple(stage.header.update_id for stage in self.receiver._stages.values())
 
     def update_experience_maker(self, *, message):
         self.receiver.receive(message)
@@ -51,8 +51,8 @@ class PlainStrategy:
     def unwrap_model(self, model):
         return model
 
-    def any_rank(self, is_so):
-        return is_so
+    def any_rank(self, condition):
+        return condition
 
     def get_model_state_dict_shard(self, model, *, shard_size=64, dtype=None, names=None):
         for chunk in iter_state_chunks(model, max_bytes=int(shard_size * 2**20), names=names):

@@ -165,7 +165,7 @@ def remote_error(name: str, cause: Exception) -> RemoteError:
     return error
 
 
-def answer(call: "Future[Any]", what: str, *, seconds: float, who: str) -> Any:
+def wait_for_answer(call: "Future[Any]", what: str, *, seconds: float, who: str) -> Any:
     """Return a call's result; raise what its method raised, or an error that names `who` was called and for `what`."""
     try:
         return call.result(seconds)

@@ -101,7 +101,7 @@ class PlainPPOTrainer(Trainer):
         self._weights_lock = threading.RLock()  # reentrant: a sync publishes while it holds the lock
         self._checkpoints = self._make_checkpoints()
         self._evaluations = options.evaluations(record=self._records.append, stop=self.stop)
-        self._continue()
+        self._resume()
 
     def make_learner(self, actor: nn.Module, critic: nn.Module | None) -> PPOLearner:
         """Create the learner. Override this, or pass `options.learner`, to change how it learns."""
@@ -126,7 +126,7 @@ class PlainPPOTrainer(Trainer):
             write_seconds=self.deadlines.update_seconds,
         )
 
-    def _continue(self) -> None:
+    def _resume(self) -> None:
         """Resume from the checkpoint, or restart the buffer if this trainer replaces one that had no checkpoint."""
         if self.options.resume is None:
             if self.options.incarnation and self._leased is not None:

@@ -26,7 +26,7 @@ from coati.randomness import STREAM_EPOCHS, keyed_generator
 logger = logging.getLogger(__name__)
 
 _SLICE_SECONDS = 1.0
-_LESS_MEMORY = "Give the trainer more of the GPU (topology.gpus_per_trainer), or shard it (train.strategy)."
+_MEMORY_REMEDY = "Give the trainer more of the GPU (topology.gpus_per_trainer), or shard it (train.strategy)."
 
 
 class Trainer(Worker, ABC):
@@ -85,11 +85,11 @@ class Trainer(Worker, ABC):
             if value < 1:
                 raise ConfigError(f"fit's {name} must be 1 or more, got {value}.")
         self._state, self._is_exhausted = "working", False
-        self.host.leave_out_of_collections()
+        self.host.exclude_from_gc()
         self._timeline.take()  # the metrics of this fit exclude earlier time
         self._buffer.begin_fit()
         try:
-            with device_errors_explained("the trainer's work between passes", _LESS_MEMORY):
+            with device_errors_explained("the trainer's work between passes", _MEMORY_REMEDY):
                 self.run_episodes(total_steps, update_steps, train_epochs)
         except BaseException:
             self._state = "failed"

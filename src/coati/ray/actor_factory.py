@@ -21,7 +21,7 @@ from coati import build
 from coati.actors.options import MakerOptions, TrainerOptions
 from coati.build import Parts
 from coati.config import RunSettings
-from coati.peers import Peer, answer
+from coati.peers import Peer, wait_for_answer
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.peers import RayPeer, ray_call
@@ -57,7 +57,7 @@ class ActorFactory:
                 env_info=env_info,
                 options=TrainerOptions.of_run(config, self._parts, rank=rank, resume=resume, incarnation=incarnation),
             )
-            for rank, (ray_options, env_info) in enumerate(self._trainer_places())
+            for rank, (ray_options, env_info) in enumerate(self._place_trainers())
         ]
 
     def create_maker(self, name: str) -> Peer:
@@ -90,23 +90,23 @@ class ActorFactory:
     def _start(self, actor_class: Any, ray_options: dict[str, Any], /, **arguments: Any) -> Peer:
         return RayPeer(ray_options["name"], actor_class.options(**ray_options).remote(**arguments))
 
-    def _find_meeting(self, name: str, num_gpus: float) -> "Future[Any]":
+    def _find_rendezvous(self, name: str, num_gpus: float) -> "Future[Any]":
         """Find a node for rank 0 of a group: the call returns its id, its address and a free port."""
         return ray_call(name, _rendezvous.options(num_gpus=num_gpus).remote())
 
-    def _trainer_places(self) -> list[tuple[dict[str, Any], dict[str, str] | None]]:
+    def _place_trainers(self) -> list[tuple[dict[str, Any], dict[str, str] | None]]:
         """Return the actor options and env_info of each rank; a group meets on the node of rank 0."""
         names, num_gpus = self.trainer_names, self._config.topology.gpus_per_trainer
         options = [self._options(name, num_gpus) for name in names]
         if len(names) == 1:
             return [(options[0], None)]
-        call = self._find_meeting(names[0], num_gpus)
-        seconds = self._config.deadlines.start_seconds
-        node_id, address, port = answer(call, "a node for the trainers to meet on", seconds=seconds, who=names[0])
+        seconds, who = self._config.deadlines.start_seconds, names[0]
+        call = self._find_rendezvous(who, num_gpus)
+        node_id, address, port = wait_for_answer(call, "a node for the trainers to meet on", seconds=seconds, who=who)
         options[0]["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        meeting = {"world_size": str(len(names)), "master_addr": address, "master_port": str(port)}
+        rendezvous = {"world_size": str(len(names)), "master_addr": address, "master_port": str(port)}
         # Each actor sees only its own GPU, so its local rank is 0.
-        return [(own, {"rank": str(rank), "local_rank": "0", **meeting}) for rank, own in enumerate(options)]
+        return [(own, {"rank": str(rank), "local_rank": "0", **rendezvous}) for rank, own in enumerate(options)]
 
     def _options(self, name: str, num_gpus: float) -> dict[str, Any]:
         options = {"name": name, "num_cpus": 1, "num_gpus": num_gpus}

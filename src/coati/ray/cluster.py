@@ -29,8 +29,8 @@ from coati.ray import warden
 logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 10.0
-_ASK_SECONDS = 60.0
-_LOOK_SECONDS = 2.0
+_HEALTH_CHECK_SECONDS = 60.0
+_PROBE_SECONDS = 2.0
 _LOST_SECONDS = 10.0
 _WARDEN_SECONDS = 30.0  # for the warden to kill leftover processes and delete the folder
 _LOOPBACK = "127.0.0.2"  # Ray would replace 127.0.0.1 by an address that other machines can reach
@@ -110,7 +110,7 @@ def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) ->
             raise
         except BaseException:
             ray.shutdown()
-            _keep_logs(folder / "session_latest" / "logs", config.output_folder / "ray-logs")
+            _copy_logs(folder / "session_latest" / "logs", config.output_folder / "ray-logs")
             raise
         finally:
             ray.shutdown()
@@ -161,7 +161,7 @@ def _environment_of_actors(config: RunSettings, token: Path) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _keep_logs(logs: Path, place: Path) -> None:
+def _copy_logs(logs: Path, place: Path) -> None:
     """Copy the actors' logs of a failed run to its output folder."""
     try:
         shutil.rmtree(place, ignore_errors=True)
@@ -198,11 +198,11 @@ def _check_authentication(address: str) -> None:
             env={**os.environ, "RAY_AUTH_MODE": "disabled"},
             capture_output=True,
             text=True,
-            timeout=_ASK_SECONDS,
+            timeout=_HEALTH_CHECK_SECONDS,
         )
         is_open, said = asked.returncode == 0, asked.stdout + asked.stderr
     except subprocess.TimeoutExpired:
-        is_open, said = False, f"no answer within {_ASK_SECONDS:g} s"
+        is_open, said = False, f"no answer within {_HEALTH_CHECK_SECONDS:g} s"
     if is_open or not any(name in said for name in ("AuthenticationError", "InvalidAuthToken", "Unauthenticated")):
         finding = "has no token authentication" if is_open else f"did not show whether it uses tokens ({said.strip()})"
         raise ConfigError(
@@ -217,16 +217,16 @@ class HeadWatch:
 
     def __init__(self) -> None:
         self._address = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
-        self._last_look = self._last_seen = time.monotonic()
+        self._last_probe = self._last_seen = time.monotonic()
 
     def check(self) -> None:
         """Raise HeadLost if the head's address has not accepted a connection for ten seconds."""
         now = time.monotonic()
-        if not self._address or now - self._last_look < _LOOK_SECONDS:
+        if not self._address or now - self._last_probe < _PROBE_SECONDS:
             return
-        self._last_look = now
+        self._last_probe = now
         try:
-            _knock(self._address, _LOOK_SECONDS)
+            _probe_port(self._address, _PROBE_SECONDS)
             self._last_seen = time.monotonic()
         except OSError as error:
             if now - self._last_seen >= _LOST_SECONDS:
@@ -239,7 +239,7 @@ class HeadWatch:
 def _check_address(address: str) -> None:
     """Raise ConfigError if nothing listens at the address; Ray itself would retry for minutes."""
     try:
-        _knock(address.removeprefix("ray://"), _CONNECT_SECONDS)
+        _probe_port(address.removeprefix("ray://"), _CONNECT_SECONDS)
     except OSError as error:
         raise ConfigError(
             f"no Ray cluster at --address {address!r}: {error}. Start one "
@@ -247,7 +247,7 @@ def _check_address(address: str) -> None:
         ) from error
 
 
-def _knock(address: str, seconds: float) -> None:
+def _probe_port(address: str, seconds: float) -> None:
     """Raise OSError if nothing listens at host:port; other forms, such as "auto", are left to Ray."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit():

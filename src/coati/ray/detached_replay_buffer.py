@@ -21,7 +21,7 @@ from coati.config import Deadlines
 from coati.errors import ConfigError, DeadlineExceeded, PeerDied, PeerUnavailable
 from coati.experience import BufferItem, Experience, ItemBundle
 from coati.experience_buffer.buffer import SLICE_SECONDS, SampleBuffer
-from coati.peers import Peers, answer
+from coati.peers import Peers, wait_for_answer
 from coati.ray.peers import RayPeer, RayPeers
 
 _ANSWER_SECONDS = 60.0
@@ -65,7 +65,7 @@ class BatchQueue:
 
     def _call(self, method: str, *args: Any) -> Any:
         call = self._peer.call(method, *args)
-        return answer(call, f"its answer to {method}", seconds=_ANSWER_SECONDS, who=self._peer.name)
+        return wait_for_answer(call, f"its answer to {method}", seconds=_ANSWER_SECONDS, who=self._peer.name)
 
 
 class DetachedReplayBuffer(SampleBuffer):

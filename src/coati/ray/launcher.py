@@ -103,7 +103,7 @@ class DetachedRun:
         if self.should_stop():
             self._stop()
         elif supervisor.has_begun and (makers := asked_makers(self._folder)) is not None:
-            supervisor.wanted = makers
+            supervisor.target_makers = makers
             save_makers(self.config, makers)
 
     def _stop(self) -> None:

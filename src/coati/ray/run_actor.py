@@ -28,44 +28,44 @@ class RunActor:
     failure: BaseException | None = None  # the error with which its last report failed, such as PeerDied
     has_weights: bool = False  # whether a maker has received its first weights
     num_made: int = 0  # samples that a trainer has received
-    question: "Future[Any] | None" = None  # the report call in flight
-    asked_at: float = 0.0  # when that call was made
+    report_call: "Future[Any] | None" = None  # the report call in flight
+    report_called_at: float = 0.0  # when that call was made
     cursors: tuple[int, int] = 0, 0  # positions up to which its records and spans were read
     is_stalled: bool = False
     _job_call: tuple[str, tuple[Any, ...]] = "", ()
     # Calls that the driver does not wait for, by method and by the maker that they are about.
-    _orders: "dict[tuple[str, str], tuple[Future[Any], tuple[Any, ...]]]" = dataclasses.field(default_factory=dict)
+    _commands: "dict[tuple[str, str], tuple[Future[Any], tuple[Any, ...]]]" = dataclasses.field(default_factory=dict)
 
-    def begin(self, state: str, method: str, *args: Any) -> None:
+    def start_job(self, state: str, method: str, *args: Any) -> None:
         """Start a job and enter `state`."""
         self.state, self.since = state, time.monotonic()
         self._job_call = method, args
-        self.repeat_job()
+        self.restart_job()
 
-    def repeat_job(self) -> None:
+    def restart_job(self) -> None:
         """Start the last job again after its connection broke."""
         method, args = self._job_call
         self.job = self.peer.call(method, *args)
 
-    def order(self, method: str, *args: Any, about: str = "") -> None:
+    def send_command(self, method: str, *args: Any, about: str = "") -> None:
         """Call an idempotent method without waiting for it; a later call `about` the same subject supersedes it."""
-        self._orders[method, about] = self.peer.call(method, *args), args
+        self._commands[method, about] = self.peer.call(method, *args), args
 
-    def repeat_lost_orders(self) -> None:
+    def retry_lost_commands(self) -> None:
         """Retry orders whose connection broke, or that hit a deadline while a training step held the actor up.
 
         Raises any other exception that an order raised.
         """
-        for (method, about), (call, args) in list(self._orders.items()):
+        for (method, about), (call, args) in list(self._commands.items()):
             if not call.done():
                 continue
-            del self._orders[method, about]
+            del self._commands[method, about]
             error = call.exception()
             if isinstance(error, RemoteError) and not isinstance(error.cause, DeadlineExceeded):
                 error.cause.add_note(f"raised in {self.name} by {method}")
                 raise error.cause from None
             if error is not None and not isinstance(error, PeerDied):
-                self.order(method, *args, about=about)
+                self.send_command(method, *args, about=about)
 
 
 class Restarts:
@@ -79,7 +79,7 @@ class Restarts:
         self._recent: deque[float] = deque()
         self.counts: Counter[str] = Counter(makers=0, trainers=0)
 
-    def take(self, kind: str, name: str, error: BaseException) -> float:
+    def count_death(self, kind: str, name: str, error: BaseException) -> float:
         """Count a death among the "makers" or "trainers"; return the seconds to wait before the restart.
 
         Raises PeerDied if the budget is exhausted.

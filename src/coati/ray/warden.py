@@ -27,7 +27,7 @@ def main(folder: str) -> None:
         pass
     deadline = time.monotonic() + _KILL_SECONDS
     while True:
-        left = processes_of(folder, but={os.getpid(), parent})
+        left = processes_of(folder, exclude={os.getpid(), parent})
         for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -37,13 +37,13 @@ def main(folder: str) -> None:
         time.sleep(0.1)
 
 
-def processes_of(folder: str, *, but: set[int]) -> list[int]:
+def processes_of(folder: str, *, exclude: set[int]) -> list[int]:
     """Return the ids of this user's processes that have open files in `folder`, or whose environment names it."""
     mark, found = folder.encode(), []
     for process in [name for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []:
         with contextlib.suppress(OSError), open(f"/proc/{process}/environ", "rb") as environment:
             files = f"/proc/{process}/fd"
-            if int(process) not in but and (
+            if int(process) not in exclude and (
                 mark in environment.read() or any(_points_into(folder, f"{files}/{name}") for name in os.listdir(files))
             ):
                 found.append(int(process))

@@ -61,7 +61,7 @@ class Checkpoints:
         self.write_seconds = write_seconds
         self._last = -1  # the last saved version
         self._writing: Future[None] | None = None
-        self._copies: dict[str, dict[str, Tensor]] = {}  # host buffers, reused by every checkpoint
+        self._host_buffers: dict[str, dict[str, Tensor]] = {}  # reused by every checkpoint
 
     def is_due(self, version: int, num_fresh: int, *, was_stopped: bool) -> bool:
         """Whether to save this version: every `train.save_every` versions, and when a run is stopped.
@@ -81,14 +81,14 @@ class Checkpoints:
         """Copy the state to host memory and write it in the background; waits for the previous checkpoint first."""
         self.wait()
         learner, strategy = self._learner, self._learner.strategy
-        copies, writers = self._copies, {}
+        buffers, writers = self._host_buffers, {}
         for label, model in learner.models.items():
             name = "" if label == "actor" else label
-            writers[name] = strategy.model_writer(model, into=copies.setdefault(name, {}))
+            writers[name] = strategy.model_writer(model, into=buffers.setdefault(name, {}))
         for label, optimizer in learner.optimizers.items():
             name = f"optimizers/{label}"
-            writers[name] = strategy.optimizer_writer(optimizer, into=copies.setdefault(name, {}))
-        ranks = [self._state_of_rank()]
+            writers[name] = strategy.optimizer_writer(optimizer, into=buffers.setdefault(name, {}))
+        ranks = [self._rank_state()]
         if strategy.world_size > 1:
             mine, ranks = ranks[0], [ranks[0]] * strategy.world_size
             dist.gather_object(mine, ranks if strategy.rank == 0 else None)
@@ -116,7 +116,7 @@ class Checkpoints:
             failure = next((failure for _, _, failure in ranks if failure is not None), None)
             self._writing = run_in_background(lambda: self._write(version, write, failure), name="checkpoint")
 
-    def _state_of_rank(self) -> tuple[dict[str, Any], bytes, StorageError | None]:
+    def _rank_state(self) -> tuple[dict[str, Any], bytes, StorageError | None]:
         """Return this rank's own state: JSON, the contents of its file, and the error if the buffer has no state."""
         try:
             of_rank, tensors = ({}, {}) if self._buffer is None else self._buffer.state()

@@ -102,7 +102,7 @@ def _surrogate(part: Experience, mask: Tensor, algorithm: AlgorithmSettings) -> 
         "cispo": lambda: cispo(low, high),
         "dppo": lambda: dppo(low, high, cap=algorithm.importance_cap),
         "sapo": lambda: sapo(algorithm.sapo_tau, algorithm.sapo_tau_negative),
-        "own": lambda: own_surrogate(algorithm.loss, part, mask),
+        "own": lambda: custom_surrogate(algorithm.loss, part, mask),
     }
     return known[algorithm.loss_row.surrogate]()
 
@@ -111,7 +111,7 @@ LOSS_TENSORS = ("logprobs", "log_ratio", "advantages", "mask", "behavior_logprob
 """The tensors that a custom loss can take."""
 
 
-def own_surrogate(name: str, part: Experience, mask: Tensor) -> Surrogate:
+def custom_surrogate(name: str, part: Experience, mask: Tensor) -> Surrogate:
     """Wrap the custom loss "module:name", which takes tensors by parameter name, as a surrogate.
 
     See docs/algorithms.md.
@@ -175,7 +175,7 @@ def measure_off_policy(
     ratios = zero_padding(finite_exp(log_ratios), mask)
     numbers.moments["off_policy/effective_samples"] = weight_moments(log_ratios, mask, level="sequence")
     numbers.moments["off_policy/effective_tokens"] = weight_moments(log_ratios, mask, level="token")
-    numbers.largest("off_policy/ratio_max", largest(ratios))
+    numbers.add_maximum("off_policy/ratio_max", largest(ratios))
     shares = {"above_cap": ratios > algorithm.importance_cap, "log_ratio": log_ratios.abs()}
     if algorithm.importance == "mask":
         shares["dropped"] = mask & (token_weights(experience, algorithm) == 0)

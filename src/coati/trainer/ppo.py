@@ -274,7 +274,7 @@ class PPOLearner:
         numbers.add("policy/clip_fraction", policy.clip_fraction)
         numbers.add("policy/approx_kl", policy.approx_kl)
         numbers.add("policy/entropy", bonus)
-        numbers.largest("policy/ratio_max", policy.ratio_max)
+        numbers.add_maximum("policy/ratio_max", policy.ratio_max)
         return logprobs.detach()
 
     def _critic_pass(self, critic: nn.Module, part: Experience, counts: StepCounts, numbers: StepNumbers) -> None:

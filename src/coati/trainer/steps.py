@@ -135,11 +135,11 @@ def micro_batches(
             part, tokens = experience.select(rows), sum(costs[rows])
             yield MicroBatch(part, advantages[rows], tokens, is_real=True, is_last=is_last)
         else:
-            part = _weightless_row(experience)
+            part = _dummy_row(experience)
             yield MicroBatch(part, part.advantages, part.sequences.numel(), is_real=False, is_last=is_last)
 
 
-def _weightless_row(like: Experience) -> Experience:
+def _dummy_row(like: Experience) -> Experience:
     """Return a batch of one row of two tokens, all masked, with the dtypes and device of `like`."""
     tokens = torch.zeros(1, 2, dtype=torch.long, device=like.sequences.device)
     floats = like.action_log_probs.new_zeros(1, 1)
@@ -174,7 +174,7 @@ class StepNumbers:
         value = value.detach().double()
         self.shares[name] = self.shares[name] + value if name in self.shares else value
 
-    def largest(self, name: str, value: Tensor) -> None:
+    def add_maximum(self, name: str, value: Tensor) -> None:
         """Update a maximum with a micro-batch's value."""
         value = value.detach().double()
         self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value

@@ -31,7 +31,7 @@ from coati.wire import tensor_of
 
 # Tensors in a buffer start at multiples of this, so that every dtype and vectorised loads are aligned.
 ALIGNMENT = 256
-_NO_ROOM = (
+_MEMORY_REMEDY = (
     "An update is staged next to the serving weights: give the maker more of the GPU (topology.gpus_per_maker), or "
     "lower its memory use (rollout.prompts_per_batch, rollout.max_new_tokens)."
 )
@@ -135,7 +135,7 @@ def layout(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
     return tuple(offsets), max(end, ALIGNMENT)
 
 
-def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+def tensor_views(buffer: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
     """Return the tensors of a chunk as views of its flat uint8 buffer."""
     offsets, size = layout(specs)
     if size > buffer.numel():
@@ -155,7 +155,7 @@ def value_chunk(index: int, module: str, tensors: Mapping[str, Tensor]) -> Chunk
 def _fill(memory: Tensor, module: str, tensors: Mapping[str, Tensor]) -> ChunkInfo:
     """Copy tensors into the memory of a chunk; return its manifest entry."""
     info = ChunkInfo(module=module, tensors=specs_of(tensors))
-    copy_all(list(views(memory, info.tensors).values()), list(tensors.values()))
+    copy_all(list(tensor_views(memory, info.tensors).values()), list(tensors.values()))
     return dataclasses.replace(info, checksum=checksum_of(info, memory))
 
 
@@ -171,16 +171,16 @@ class CardHandle:
     @classmethod
     def of(cls, buffer: Tensor) -> "CardHandle":
         """Create the handle of a buffer."""
-        card = card_of(buffer.device)
+        card = physical_device(buffer.device)
         if not buffer.is_cuda:
-            return cls(card, id(buffer), _itself, (buffer,))
+            return cls(card, id(buffer), _identity, (buffer,))
         rebuild, arguments = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
         key = arguments[_DEVICE_ARGUMENT + 1 : _DEVICE_ARGUMENT + 6]  # memory handle, size, offset, counter
         return cls(card, key, rebuild, arguments)
 
     def open(self, device: torch.device) -> Tensor:
         """Open the buffer; fails where CUDA IPC does not work: MIG, separate containers, old drivers."""
-        if (here := card_of(device)) != self.card:
+        if (here := physical_device(device)) != self.card:
             raise OSError(f"it is on {self.card}, but this maker runs on {here}")
         arguments = self.arguments
         if device.type == "cuda":  # the GPU may have another index in this process
@@ -232,17 +232,17 @@ class ChunkReader:
         size = layout(info.tensors)[1]
         with self._side_stream():
             # Not under `device_errors_explained`: if this fails, the sender may be gone, not the GPU.
-            buffer = None if chunk.handle is None else self._opened(chunk.index, chunk.handle)
-            with device_errors_explained(f"staging {size} bytes of weights", _NO_ROOM):
+            buffer = None if chunk.handle is None else self._open_buffer(chunk.index, chunk.handle)
+            with device_errors_explained(f"staging {size} bytes of weights", _MEMORY_REMEDY):
                 data = tensor_of(np.asarray(chunk.data)) if buffer is None else buffer[:size].clone()
                 if data.is_cuda:
                     torch.cuda.current_stream(data.device).synchronize()
                 found = checksum_of(info, data)
             if found != info.checksum:
                 raise ValueError(f"its checksum is {found:#x}, but was {info.checksum:#x} when it was sent")
-        return views(data, info.tensors)
+        return tensor_views(data, info.tensors)
 
-    def _opened(self, index: int, handle: CardHandle) -> Tensor:
+    def _open_buffer(self, index: int, handle: CardHandle) -> Tensor:
         if index not in self._open or self._open[index][0] != handle:
             self._open[index] = handle, handle.open(self.device)
         return self._open[index][1]
@@ -256,12 +256,12 @@ class ChunkReader:
         return torch.cuda.stream(self._stream)
 
 
-def card_of(device: torch.device) -> str:
+def physical_device(device: torch.device) -> str:
     """Return a name of the physical GPU behind a device that is the same in every process."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
 
 
-def _itself(buffer: Tensor) -> Tensor:
+def _identity(buffer: Tensor) -> Tensor:
     return buffer
 
 

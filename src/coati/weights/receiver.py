@@ -53,7 +53,7 @@ class WeightReceiver:
         self.device = next(devices, torch.device("cpu"))
         self._reader = ChunkReader(self.device)
         self._allow_partial_plain = allow_partial_plain
-        self._open: dict[str, _Stage] = {}  # by source; each sends one update at a time
+        self._stages: dict[str, _Stage] = {}  # by source; each sends one update at a time
         self._plain: _Stage | None = None
         self._is_plain_open = False  # between the start and the end of a plain update, even if it was rejected
 
@@ -72,24 +72,24 @@ class WeightReceiver:
         """
         header = message.header
         newest_incarnation, _ = self._served.newest
-        begun = (stage.header.incarnation for stage in self._open.values())
+        begun = (stage.header.incarnation for stage in self._stages.values())
         if header.incarnation < max(newest_incarnation, *begun, 0):
             raise WeightUpdateError(f"{header} comes from trainers that have been replaced. {_KEPT}")
         if message.is_start:
             self._begin(header)
-        stage = self._open.get(header.source)
+        stage = self._stages.get(header.source)
         if stage is None or stage.header != header:
             raise WeightUpdateError(
                 f"{header} is not open here: it never began, was rejected, or was discarded for a newer one. Send it "
                 "again from its start."
             )
-        del self._open[header.source]  # so that any exception rejects the update
+        del self._stages[header.source]  # so that any exception rejects the update
         for chunk in message.chunks:
             faults.reach("receiver.before_chunk", chunk.index)
             stage.add(chunk.info.module, self._read(chunk, header))
             stage.infos[chunk.index] = chunk.info
         if message.manifest is None:
-            self._open[header.source] = stage
+            self._stages[header.source] = stage
             return
         self._check_chunks(stage, message.manifest)
         update = self._verified(header, stage.tensors, message.manifest)
@@ -142,10 +142,10 @@ class WeightReceiver:
 
     def _begin(self, header: UpdateHeader) -> None:
         """Open a stage; discard unfinished updates from the same source or from an earlier incarnation."""
-        for source, old in list(self._open.items()):
+        for source, old in list(self._stages.items()):
             if source == header.source or old.header.incarnation < header.incarnation:
-                logger.warning("discarded %s, which was never completed", self._open.pop(source).header)
-        self._open[header.source] = _Stage(header)
+                logger.warning("discarded %s, which was never completed", self._stages.pop(source).header)
+        self._stages[header.source] = _Stage(header)
 
     def _read(self, chunk: Chunk, header: UpdateHeader) -> dict[str, Tensor]:
         try:

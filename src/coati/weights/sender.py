@@ -48,7 +48,7 @@ MAX_CHUNKS_IN_FLIGHT = 4
 _GRACE_SECONDS = 5.0
 _SLICE_SECONDS = 0.5
 _UPDATE = "update_experience_maker"
-_NO_ROOM = (
+_MEMORY_REMEDY = (
     "Makers on the same GPU read from a second copy of the weights: give the trainer more of the GPU "
     "(topology.gpus_per_trainer), or move the makers to another GPU. Otherwise lower topology.chunk_mib."
 )
@@ -92,7 +92,7 @@ class WeightSender:
         self.memory: CardMemory | None = None  # GPU memory that makers read updates from; None: sent by value
         self._must_probe = True  # whether to ask the makers if they can open the shared memory
         self._worker = BackgroundThread(name="weights")  # waits for answers
-        self._under_way: Future[None] | None = None
+        self._in_flight: Future[None] | None = None
         self._published: Future[None] | None = None  # the last update from `publish` that `check` has not seen end
 
     def publish(self, version: int, **options: Any) -> None:
@@ -104,7 +104,7 @@ class WeightSender:
 
     def end_update(self, update: "Future[None]") -> None:
         """Wait until the makers have verified an update; raise its error if it failed."""
-        self._ended(update).result()
+        self._wait_for_end(update).result()
 
     def send(self, version: int, **options: Any) -> None:
         """Send the weights as a version, and wait until the makers have verified it."""
@@ -112,8 +112,8 @@ class WeightSender:
 
     def settle(self) -> None:
         """Wait until no update is in flight. Does not raise the update's error; see `check` and `end_update`."""
-        if self._under_way is not None:
-            self._ended(self._under_way)
+        if self._in_flight is not None:
+            self._wait_for_end(self._in_flight)
 
     def check(self) -> None:
         """Raise, once, the error of a published update that has ended. Does not wait."""
@@ -127,7 +127,7 @@ class WeightSender:
         self.recipients.change(names)
         self._must_probe = True  # a maker that could not share memory may have left
 
-    @device_errors_explained("reading the weights to send", _NO_ROOM)
+    @device_errors_explained("reading the weights to send", _MEMORY_REMEDY)
     def begin_update(
         self,
         version: int,
@@ -166,12 +166,12 @@ class WeightSender:
         def deliver() -> None:
             calls.send(_UPDATE, message=WeightMessage(header=header, manifest=manifest))
             calls.wait()
-            self.recipients.note(calls, version, is_full=is_full)
+            self.recipients.record_outcome(calls, version, is_full=is_full)
             faults.reach("trainer.after_ack")
             on_arrival(time.perf_counter() - started, sum(info.nbytes for info in infos))
 
-        self._under_way = self._worker.run(deliver)
-        return self._under_way
+        self._in_flight = self._worker.run(deliver)
+        return self._in_flight
 
     def _send_chunks(self, calls: "UpdateCalls", header: UpdateHeader, chunks: Iterator[Chunk]) -> list[ChunkInfo]:
         """Send all chunks; return their manifest entries.
@@ -216,7 +216,7 @@ class WeightSender:
             self.memory = self._shared if can_share else None
         return self.memory
 
-    def _ended(self, update: "Future[None]") -> "Future[None]":
+    def _wait_for_end(self, update: "Future[None]") -> "Future[None]":
         """Wait for an update to end, successfully or not; the worker thread enforces its own, shorter deadline."""
         seconds = self.recipients.update_seconds + _GRACE_SECONDS
         try:
@@ -300,7 +300,7 @@ class Recipients:
                 logger.warning("sending weights by value, because maker %s cannot share GPU memory: %s", name, fault)
         return bool(faults) and all(fault is None for fault in faults.values())
 
-    def note(self, calls: "UpdateCalls", version: int, *, is_full: bool) -> None:
+    def record_outcome(self, calls: "UpdateCalls", version: int, *, is_full: bool) -> None:
         """Record each maker's outcome of an update.
 
         Raises WeightUpdateError, which ends the run, if a maker that was up to date rejected it.

@@ -52,7 +52,7 @@ class Stage:
         return self.host[name]
 
     def scale_to(self, makers):
-        self.crew.wanted = makers
+        self.crew.target_makers = makers
         CLOCK.now += 1.0  # names are free again
         self.until(lambda: not self.crew.message)
 
@@ -93,7 +93,7 @@ class Stage:
         """The same makers are alive, counted and working."""
         names = self.alive
         assert sorted(self.crew.working_makers) == names
-        assert self.crew.wanted == len(names)
+        assert self.crew.target_makers == len(names)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def stage():
 
 def test_makers_that_join_work_at_once_and_have_joined_when_they_have_weights(stage):
     stage.host.on_start = lambda name: setattr(stage[name], "has_weights", False)
-    stage.crew.wanted = 3
+    stage.crew.target_makers = 3
     stage.until(lambda: stage.crew.working_makers == ["maker-0", "maker-1", "maker-2"])
     assert stage.crew.message == "1 of 3 makers working"
     stage["maker-1"].has_weights = True
@@ -124,7 +124,7 @@ def test_makers_that_leave_finish_their_work_and_the_rest_of_it_goes_to_others(s
     for name in ("maker-1", "maker-2"):
         stage[name].records.append({"warning": f"the last words of {name}", "kind": name})
     held = stage.peers.hold("maker-2", "stop")
-    stage.crew.wanted = 1
+    stage.crew.target_makers = 1
     stage.until(lambda: stage.killed == ["maker-1"])
     assert stage.crew.message
     held.release()
@@ -144,7 +144,7 @@ def test_a_maker_may_join_under_the_name_of_one_that_left_when_that_is_gone(stag
     stage.scale_to(2)
     first, held = stage.peers["maker-1"], stage.peers.hold("maker-1", "stop")
     for wanted in (1, 2):
-        stage.crew.wanted = wanted
+        stage.crew.target_makers = wanted
         stage.turn()
     assert stage.peers["maker-1"] is first
     held.release()
@@ -194,7 +194,7 @@ def test_without_a_maker_that_cannot_join_the_run_continues(stage, fail, caplog)
         create(name)
 
     stage.host.on_start = create_without_weights
-    stage.crew.wanted = 3
+    stage.crew.target_makers = 3
     stage.until(lambda: stage.alive[:2] == ["maker-0", "maker-1"] and not {*stage.loading} - {"maker-2"})
     if fail is never_answer:
         CLOCK.now += 10_000.0
@@ -310,7 +310,7 @@ def test_what_a_maker_raises_is_not_repaired_by_another(stage):
 def test_a_maker_that_dies_while_it_leaves_is_gone_as_it_should_be(stage):
     stage.scale_to(2)
     stage.peers.hold("maker-1", "stop")
-    stage.crew.wanted = 1
+    stage.crew.target_makers = 1
     stage.turn()
     stage.die("maker-1")
     assert stage.crew.message == ""
@@ -321,7 +321,7 @@ def test_a_maker_that_dies_while_it_leaves_is_gone_as_it_should_be(stage):
 
 def test_a_member_that_dies_while_others_join_is_replaced_and_they_join(stage):
     stage.host.on_start = lambda name: setattr(stage[name], "has_weights", name != "maker-1")
-    stage.crew.wanted = 2
+    stage.crew.target_makers = 2
     stage.die("maker-0")
     CLOCK.now += 1.0
     stage.until(lambda: stage.crew.message == "1 of 2 makers working")
@@ -335,7 +335,7 @@ def test_a_member_that_dies_while_others_join_is_replaced_and_they_join(stage):
 def test_the_dead_are_replaced_if_they_are_still_wanted(wanted):
     stage = Stage(makers=2)
     stage.die("maker-1")
-    stage.crew.wanted = wanted
+    stage.crew.target_makers = wanted
     CLOCK.now += 100.0
     stage.until(lambda: not stage.crew.message)
     assert stage.alive == [f"maker-{number}" for number in range(wanted)]
@@ -359,13 +359,13 @@ def test_a_maker_that_left_and_finds_no_room_to_come_back_costs_no_restart():
     stage = Stage(makers=2)
     stage.scale_to(1)
     stage.host.on_start = lambda name: stage.peers.hold(name, "report")
-    stage.crew.wanted = 2
+    stage.crew.target_makers = 2
     CLOCK.now += 1.0  # its name is free again
     stage.turn()
     CLOCK.now += 400.0
     stage.until(lambda: not stage.crew.message)
     assert stage.alive == ["maker-0"]
-    assert stage.crew.wanted == 1
+    assert stage.crew.target_makers == 1
     assert stage.restarts.counts["makers"] == 0
 
 
@@ -418,7 +418,7 @@ def test_a_maker_that_cannot_be_created_does_not_join(stage, caplog):
         raise ValueError("no room for another actor")
 
     stage.host.on_start = refuse
-    stage.crew.wanted = 2
+    stage.crew.target_makers = 2
     stage.turn()
-    assert stage.crew.wanted == 1
+    assert stage.crew.target_makers == 1
     assert "no room for another actor" in caplog.text

@@ -17,8 +17,8 @@ def numbers_of(rows):
     numbers = StepNumbers()
     numbers.add("tokens", mask.sum())
     numbers.add("tokens", torch.tensor(0))  # of another micro-batch
-    numbers.largest("largest", values[mask].max() if mask.any() else torch.tensor(0.0))
-    numbers.largest("largest", torch.tensor(-1.0))
+    numbers.add_maximum("largest", values[mask].max() if mask.any() else torch.tensor(0.0))
+    numbers.add_maximum("largest", torch.tensor(-1.0))
     numbers.moments["values"] = masked_moments(values, mask)
     return numbers
 

@@ -20,7 +20,7 @@ def test_no_variables_mean_one_process():
 
 
 def test_all_five_variables_are_read():
-    assert RankInfo.from_env(FIVE) == RankInfo(rank=1, local_rank=0, world_size=2, meeting="10.0.0.7:2950")
+    assert RankInfo.from_env(FIVE) == RankInfo(rank=1, local_rank=0, world_size=2, rendezvous="10.0.0.7:2950")
 
 
 @pytest.mark.parametrize(

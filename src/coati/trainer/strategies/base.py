@@ -104,7 +104,7 @@ class Strategy(Ranks, ABC):
         if isinstance(model, DistributedDataParallel | FSDPModule):
             raise ConfigError("prepare got a model that is already prepared. Prepare each model once.")
         if optimizer is None:
-            return self._prepare_lone(model)
+            return self._prepare_for_inference(model)
         own = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
             raise ConfigError(
@@ -113,7 +113,7 @@ class Strategy(Ranks, ABC):
             )
         return self._prepare_trained(model, optimizer)
 
-    def _prepare_lone(self, model: nn.Module) -> nn.Module:
+    def _prepare_for_inference(self, model: nn.Module) -> nn.Module:
         """Place a model for inference."""
         return model.to(self.device)
 

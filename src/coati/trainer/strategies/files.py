@@ -50,7 +50,7 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
     If writing fails, the existing folder stays.
     """
     path = Path(os.path.realpath(path))
-    _refuse_foreign(path, markers)
+    _check_replaceable(path, markers)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     replaced = temporary.with_suffix(".old")
     try:
@@ -58,7 +58,7 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
         write(temporary)
         _write_manifest(temporary)
         for place in (*temporary.rglob("*"), temporary):
-            _sync(place)
+            _fsync(place)
         faults.reach("checkpoint.before_rename")
         if path.exists():
             os.replace(path, replaced)
@@ -68,7 +68,7 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
             if replaced.exists():
                 os.replace(replaced, path)
             raise
-        _sync(path.parent)
+        _fsync(path.parent)
     except CheckpointError:
         raise
     except Exception as error:  # for a full disk, safetensors and tokenizers raise various classes
@@ -91,7 +91,7 @@ def _manifest_text(content: Any) -> str:
     return json.dumps(content, indent=1)
 
 
-def _sync(place: Path) -> None:
+def _fsync(place: Path) -> None:
     """Flush a file, or a folder's list of files, to disk."""
     number = os.open(place, os.O_RDONLY)
     try:
@@ -131,7 +131,7 @@ def _digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _refuse_foreign(path: Path, markers: Collection[str]) -> None:
+def _check_replaceable(path: Path, markers: Collection[str]) -> None:
     if path.is_dir():
         present = {entry.name for entry in path.iterdir()}
         if present and present.isdisjoint(markers):

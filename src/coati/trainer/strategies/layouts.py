@@ -151,11 +151,11 @@ class ShardedStrategy(Strategy):
             group["params"] = [successor[id(parameter)] for parameter in group["params"]]
         return model, optimizer
 
-    def _prepare_lone(self, model: nn.Module) -> nn.Module:
+    def _prepare_for_inference(self, model: nn.Module) -> nn.Module:
         if self.any_rank(any(parameter.is_meta for parameter in model.parameters())):
-            self._agree_on_formats(model)
-            self._fill_from_rank0(model)
-        return super()._prepare_lone(model)
+            self._sync_dtypes(model)
+            self._broadcast_from_rank0(model)
+        return super()._prepare_for_inference(model)
 
     def _shard(self, model: nn.Module) -> None:
         """Shard the parameters over all ranks, in place; each transformer block is gathered as one group, the rest too.
@@ -163,7 +163,7 @@ class ShardedStrategy(Strategy):
         Each group receives rank 0's weights just before it is sharded, so other ranks hold only one whole group.
         """
         if self.world_size > 1:
-            self._agree_on_formats(model)
+            self._sync_dtypes(model)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         offloads = self.device.type != "cpu" and self._cpu_offload
         offload: OffloadPolicy = CPUOffloadPolicy() if offloads else OffloadPolicy()
@@ -171,7 +171,7 @@ class ShardedStrategy(Strategy):
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=reduce_dtype)
         for module in [*transformer_blocks(model), model]:
             if self.world_size > 1:
-                self._fill_from_rank0(module)
+                self._broadcast_from_rank0(module)
             fully_shard(
                 module,
                 mesh=mesh,
@@ -180,7 +180,7 @@ class ShardedStrategy(Strategy):
                 mp_policy=precision,
             )
 
-    def _agree_on_formats(self, model: nn.Module) -> None:
+    def _sync_dtypes(self, model: nn.Module) -> None:
         """Convert tensors to rank 0's dtypes, which only it may have read from a file; refuse a different model."""
         tensors = (*model.named_parameters(), *model.named_buffers())
         layout = [(name, tuple(tensor.shape)) for name, tensor in tensors]
@@ -201,7 +201,7 @@ class ShardedStrategy(Strategy):
             tensor.data = tensor.data.to(dtype)
 
     @torch.no_grad()
-    def _fill_from_rank0(self, module: nn.Module) -> None:
+    def _broadcast_from_rank0(self, module: nn.Module) -> None:
         """Copy rank 0's values to a module's tensors that are not sharded yet, allocating those on the meta device."""
         made: dict[Tensor, Any] = {}  # by meta tensor, so that tied weights stay tied
         for part in module.modules():
@@ -245,7 +245,7 @@ class LowLevelZeroStrategy(ShardedStrategy):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which stage 1 keeps gradients and parameters whole; does nothing in stage 2."""
         if self._stage == 1 and isinstance(model, FSDPModule):
-            return _kept_whole(model)
+            return _keep_unsharded(model)
         return nullcontext()
 
 
@@ -256,7 +256,7 @@ class GeminiStrategy(ShardedStrategy):
 
 
 @contextmanager
-def _kept_whole(model: FSDPModule) -> Iterator[None]:
+def _keep_unsharded(model: FSDPModule) -> Iterator[None]:
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False)
     try:

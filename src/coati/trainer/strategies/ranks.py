@@ -29,7 +29,7 @@ class RankInfo(NamedTuple):
     local_rank: int = 0
     """Index of this process on its machine, from 0."""
     world_size: int = 1
-    meeting: str = ""
+    rendezvous: str = ""
     """Host and port of rank 0; empty for a single process."""
 
     @classmethod
@@ -89,9 +89,9 @@ class Ranks:
         dist.all_gather(rows, mine)
         return torch.stack(rows).to(vector.device)
 
-    def any_rank(self, is_so: bool) -> bool:
+    def any_rank(self, condition: bool) -> bool:
         """Whether the condition holds on any rank."""
-        return bool(self.all_reduce_sum(torch.tensor(int(is_so))) > 0)
+        return bool(self.all_reduce_sum(torch.tensor(int(condition))) > 0)
 
     def run_on_all(self, work: Callable[[], _T], what: str) -> _T:
         """Run `work` on every rank; if it fails on any, raise on all, so that none waits for a rank that left."""
@@ -174,7 +174,7 @@ def _join_process_group(info: RankInfo, device: torch.device, *, timeout_seconds
         said = str(error).strip().split("\n", 1)[0]
         is_late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         raise (DeadlineExceeded if is_late else ConfigError)(
-            f"rank {info.rank} of {info.world_size} could not reach the other ranks at MASTER_ADDR {info.meeting} "
+            f"rank {info.rank} of {info.world_size} could not reach the other ranks at MASTER_ADDR {info.rendezvous} "
             f"within {timeout_seconds:g} s (timeout_seconds). Check that all ranks were started, that the host is "
             f"correct and that the port is free. torch reported: {said}"
         ) from error
