@@ -1,4 +1,4 @@
-"""Calls that run in the background, in the order they come."""
+"""Background calls run in the order of submission."""
 
 import copy
 import doctest

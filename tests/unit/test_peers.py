@@ -1,4 +1,4 @@
-"""The peer protocol, over threads; `tests/ray/test_peers.py` checks the same of Ray actors."""
+"""The peer protocol over threads; `tests/ray/test_peers.py` tests it over Ray actors."""
 
 import threading
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -109,8 +109,8 @@ def test_a_question_is_repeated_when_its_answer_is_lost_until_its_deadline(peers
 
 
 def failed(error, now):
-    """A call that has failed at once, and gives up long after any deadline, for a test that would never end."""
-    assert now[0] < 100.0 + 10 * PATIENCE, "asked long after the deadline"
+    """Return a call that has failed. Asserts that the caller does not retry long after the deadline, or forever."""
+    assert now[0] < 100.0 + 10 * PATIENCE, "retried long after the deadline"
     call = Future()
     call.set_exception(error)
     return call

@@ -1,4 +1,4 @@
-"""Tensors travel as they are: no dtype is converted, no bit changed."""
+"""The wire format preserves every dtype and every bit."""
 
 import doctest
 import gc

@@ -1,4 +1,4 @@
-"""The driver's part of a run: starting, polling, stopping, failing and saving. Makers and trainers are on threads."""
+"""The driver of a run: it starts, polls, stops, fails and saves. Makers and trainers are threads."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ from coati.trainer import checkpoints
 
 
 class Stage:
-    """A run that is about to begin; `on_turn(host)` is called at every turn of the driver's loop."""
+    """A run before its start; `on_turn(host)` is called in every turn of the driver's loop."""
 
     def __init__(self, folder, *, makers=1, trainers=1, train=None, topology=None, seconds=PATIENCE):
         self.host, self.folder, self.snapshots, self.should_stop = Host(), folder, [], False
@@ -94,7 +94,6 @@ def test_a_run_starts_trains_stops_its_makers_saves_and_kills_everybody(stage):
 
 
 def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage, monkeypatch):
-    """Before, they were asked one after the other, with 5 s for each."""
     one = stage(makers=3)
     holds, one.num_asked = [], []
     waited_for = []
@@ -118,7 +117,7 @@ def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage, monk
 
     def wait_for_the_trainers_row(host):
         one.num_asked.append(sum(call[0] == "report" for call in host.peers["maker-0"].calls))
-        assert waited_for[-1] == {"trainer-0", "maker-0", "maker-1", "maker-2"}, "one wait for all of them"
+        assert waited_for[-1] == {"trainer-0", "maker-0", "maker-1", "maker-2"}, "a single wait for all actors"
         if one.snapshots[-1].step == 1:  # while every maker is busy
             for held in holds:
                 held.release()
@@ -127,7 +126,7 @@ def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage, monk
 
     one.on_turn = begin
     one.go()
-    assert len(set(one.num_asked)) == 1, "a pending question is not repeated"
+    assert len(set(one.num_asked)) == 1, "a pending call is not repeated"
     assert (one.snapshots[-1].buffer_batches, one.snapshots[-1].num_made) == (3, 8)
     assert json.loads((one.folder / "metrics.jsonl").read_text().splitlines()[0])["policy/loss"] == 1
 
@@ -176,7 +175,7 @@ def test_when_a_trainer_dies_all_are_started_again_and_the_makers_live_on(stage,
     def die_when_read(host):
         if one.snapshots[-1].step == 3:
             one.first = [host.peers[f"trainer-{rank}"] for rank in range(2)]
-            host["trainer-0"].error = RuntimeError("connection closed by peer")  # which may be heard of first
+            host["trainer-0"].error = RuntimeError("connection closed by peer")  # the driver may see this first
             host["trainer-0"].ended.set()
             host.peers.kill("trainer-1")
             one.on_turn = train_again
@@ -195,7 +194,7 @@ def test_when_a_trainer_dies_all_are_started_again_and_the_makers_live_on(stage,
     one.on_turn = train
     one.go()
     assert one.host.started == ["trainer-0", "trainer-1", "maker-0", "maker-1", "trainer-0", "trainer-1"]
-    assert not any(peer.is_alive for peer in one.first), "the rank that lived on is ended too"
+    assert not any(peer.is_alive for peer in one.first), "the surviving rank is killed too"
     for rank, makers in enumerate((["maker-0"], ["maker-1"])):
         trainer = one.host[f"trainer-{rank}"]
         options = trainer.arguments["options"]
@@ -296,7 +295,7 @@ def test_when_trainers_die_too_often_the_run_ends_and_says_how_to_resume_it(stag
 
 @pytest.mark.parametrize("error", [DataError("no such sample"), ValueError("their own code"), RuntimeError("theirs")])
 def test_what_a_trainer_raises_is_not_repaired_by_a_restart(stage, error, monkeypatch):
-    monkeypatch.setattr(supervisor, "_DEATH_SECONDS", 0.1)  # the other rank lives, and waits for this one
+    monkeypatch.setattr(supervisor, "_DEATH_SECONDS", 0.1)  # the other rank is alive and waiting for this one
     one = stage(trainers=2)
 
     def fail(host):
@@ -380,7 +379,7 @@ def test_a_maker_that_dies_is_replaced_and_its_successor_is_read_from_the_beginn
     assert trainer.makers == ["maker-0", "maker-1"]
     questions = [args for method, args, _ in one.host.peers["maker-1"].calls if method == "report"]
     assert questions[0] == (0, 0)
-    assert one.host["maker-1"].ended.is_set(), "it is stopped at the end as all others"
+    assert one.host["maker-1"].ended.is_set(), "it is stopped at the end like all others"
 
 
 @pytest.mark.parametrize("lose", ["drop_call", "drop_reply"])
@@ -437,7 +436,7 @@ def test_when_makers_die_too_often_the_run_ends_with_the_name_of_the_last(stage)
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The driver's clock, which stands still unless a test moves it."""
+    """A clock for the driver that only tests advance."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=lambda seconds: None)
     for module in (launcher, supervisor, run_actor):
         monkeypatch.setattr(module, "time", clock)
@@ -526,7 +525,7 @@ def test_makers_join_and_leave_a_run_when_it_is_asked_to(stage):
     def ask(host):
         names = [name for name in host.peers["trainer-0"].target.makers or () if host.peers[name].is_alive]
         if one.snapshots[-1].message or (seen and len(names) != seen[-1]):
-            return  # it has not got there
+            return  # not reached yet
         if left:
             seen.append(left.pop(0))
             (one.folder / "control.json").write_text(json.dumps({"makers": seen[-1]}))
@@ -541,7 +540,7 @@ def test_makers_join_and_leave_a_run_when_it_is_asked_to(stage):
     assert trainer.released == ["maker-2"]
     assert one.host.killed[0] == "maker-2"
     assert {"1 of 3 makers working", ""} <= {snapshot.message for snapshot in one.snapshots}
-    assert load_config(one.folder / "config.toml").topology.makers == 3, "when it is resumed"
+    assert load_config(one.folder / "config.toml").topology.makers == 3, "the number applies after a resume"
 
 
 def test_a_constructor_that_fails_ends_the_run_with_its_name(stage):
@@ -565,7 +564,7 @@ def test_a_trainer_that_fails_before_the_others_is_not_waited_out(stage):
         if name == "trainer-1":
             one.host[name].sync_models_to_remote_makers = lambda: 1 / 0
         elif name == "trainer-0":
-            one.host.peers.hold(name, "sync_models_to_remote_makers")  # it waits for the other rank
+            one.host.peers.hold(name, "sync_models_to_remote_makers")  # it is waiting for the other rank
 
     one.host.on_start = break_one
     with pytest.raises(ZeroDivisionError):

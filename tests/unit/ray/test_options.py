@@ -1,4 +1,4 @@
-"""The options of the actors, and the contract's arguments beside them."""
+"""The options of the actors together with the contract's arguments."""
 
 import json
 import pydoc
@@ -26,7 +26,7 @@ def trainer(*, algorithm=None, train=None, learner=PPOLearner, **arguments):
 
 def test_settings_in_the_options_win_over_defaults_of_arguments():
     made = trainer(algorithm=AlgorithmSettings(eps_clip=0.05), train=TrainSettings(batch_size=2))
-    assert made._learner.algorithm.eps_clip == 0.05  # it was 0.2: the argument's default
+    assert made._learner.algorithm.eps_clip == 0.05  # not 0.2, the argument's default
     assert made.options.train.batch_size == 2
 
 
@@ -55,7 +55,7 @@ def test_a_changed_loss_is_one_method():
 
 
 class Chatty(PPOLearner):
-    """Reports a metric of its own."""
+    """Reports an additional metric."""
 
     def step(self, experience):
         return {**super().step(experience), "mine/reward": experience.reward.mean()}

@@ -1,4 +1,4 @@
-"""Makers that join, leave and die, on threads: the run has as many as it should, and its trainers know of each."""
+"""Makers on threads join, leave and die: the run reaches its target number, and its trainers know every maker."""
 
 import re
 import time
@@ -19,14 +19,14 @@ CLOCK = SimpleNamespace(now=0.0, monotonic=lambda: CLOCK.now, sleep=lambda secon
 
 @pytest.fixture(autouse=True)
 def driver_time(monkeypatch):
-    """The driver's clock, which stands still unless a test moves it."""
+    """A clock for the driver that only tests advance."""
     monkeypatch.setattr(CLOCK, "now", 0.0)
     for module in (supervisor, run_actor):
         monkeypatch.setattr(module, "time", CLOCK)
 
 
 class Stage:
-    """A run that trains, and what has happened to it."""
+    """A training run and the record of its events."""
 
     def __init__(self, *, makers=1, trainers=1, max_restarts=3):
         self.host = Host()
@@ -53,19 +53,19 @@ class Stage:
 
     def scale_to(self, makers):
         self.crew.target_makers = makers
-        CLOCK.now += 1.0  # names are free again
+        CLOCK.now += 1.0  # after this, names can be reused
         self.until(lambda: not self.crew.message)
 
     def turn(self):
         self.crew.turn(0.0)
 
     def until(self, is_reached):
-        """Take turns until something is as it should be."""
+        """Take turns until a condition holds."""
         deadline = time.monotonic() + PATIENCE
         while not is_reached():
             assert time.monotonic() < deadline, f"still {self.crew.message!r}"
             self.turn()
-            time.sleep(0)  # the others' turn
+            time.sleep(0)  # let the other threads run
 
     def die(self, name):
         self.peers[name].kill()
@@ -73,7 +73,7 @@ class Stage:
 
     @property
     def loading(self):
-        """Makers without a loop, or without weights."""
+        """Makers whose loop has not begun or that have no weights."""
         return [name for name, maker in self.crew.makers.items() if maker.state in ("loading", "loaded")]
 
     @property
@@ -81,8 +81,8 @@ class Stage:
         return self.story_of("trainer-0")
 
     def story_of(self, trainer):
-        """What a trainer was told."""
-        self.peers[trainer].call("report", 0, 0).result(PATIENCE)  # after all that came before
+        """The calls that a trainer received."""
+        self.peers[trainer].call("report", 0, 0).result(PATIENCE)  # runs after all earlier calls
         return self[trainer].story
 
     @property
@@ -90,7 +90,7 @@ class Stage:
         return sorted(name for name in self.crew.makers if self.peers[name].is_alive)
 
     def check_consistent(self):
-        """The same makers are alive, counted and working."""
+        """Assert that the same makers are alive, counted and working."""
         names = self.alive
         assert sorted(self.crew.working_makers) == names
         assert self.crew.target_makers == len(names)
@@ -150,7 +150,7 @@ def test_a_maker_may_join_under_the_name_of_one_that_left_when_that_is_gone(stag
     held.release()
     stage.until(lambda: "maker-1" not in stage.crew.makers)
     stage.turn()
-    assert stage.alive == ["maker-0"], "Ray may still have the name"
+    assert stage.alive == ["maker-0"], "Ray may not have freed the name yet"
     CLOCK.now += 1.0
     stage.until(lambda: not stage.crew.message)
     assert stage.peers["maker-1"] is not first
@@ -205,7 +205,7 @@ def test_without_a_maker_that_cannot_join_the_run_continues(stage, fail, caplog)
     assert stage.restarts.counts["makers"] == 0
     stage.check_consistent()
     stage.host.on_start = lambda name: None
-    stage.scale_to(3)  # it may be asked for again
+    stage.scale_to(3)  # it may be requested again
     assert stage.alive == ["maker-0", "maker-1", "maker-2"]
     stage.check_consistent()
 
@@ -229,7 +229,7 @@ def test_a_maker_that_dies_is_replaced_after_a_while_under_its_name(stage):
     stage.turn()
     assert stage.alive == ["maker-0"]
     stage.until(lambda: not stage.loading)
-    # Told twice: to trainers its successor is a maker that joins, and needs weights.
+    # Two lists: without it, and with its successor, which is a new maker to the trainers and needs weights.
     assert stage.story == [("release", "maker-0", "died"), ("told",), ("told", "maker-0")]
     stage.check_consistent()
 
@@ -241,7 +241,7 @@ def test_trainers_do_not_update_a_maker_before_it_has_loaded(stage):
     CLOCK.now += 0.5
     stage.turn()
     stage.turn()
-    assert stage.story[-1] == ("told",), "or each update would wait for it"
+    assert stage.story[-1] == ("told",), "otherwise each update would wait for it"
     held[0].release()
     stage.until(lambda: not stage.loading)
     assert stage.story[-1] == ("told", "maker-0")
@@ -347,7 +347,7 @@ def test_a_maker_that_joined_and_worked_is_replaced_like_the_first_ones(stage):
     stage.die("maker-1")
     stage.host.on_start = lambda name: stage.peers.kill(name)
     CLOCK.now += 5.0
-    stage.until(lambda: stage.restarts.counts["makers"] == 2)  # its successor died too, while it loaded
+    stage.until(lambda: stage.restarts.counts["makers"] == 2)  # its successor died too, while loading
     stage.host.on_start = lambda name: None
     CLOCK.now += 60.0
     stage.until(lambda: not stage.crew.message)
@@ -360,7 +360,7 @@ def test_a_maker_that_left_and_finds_no_room_to_come_back_costs_no_restart():
     stage.scale_to(1)
     stage.host.on_start = lambda name: stage.peers.hold(name, "report")
     stage.crew.target_makers = 2
-    CLOCK.now += 1.0  # its name is free again
+    CLOCK.now += 1.0  # after this, its name can be reused
     stage.turn()
     CLOCK.now += 400.0
     stage.until(lambda: not stage.crew.message)
@@ -405,7 +405,7 @@ def test_a_maker_that_cannot_be_created_is_tried_again_until_the_restarts_are_us
     stage.host.on_start = refuse
     stage.die("maker-0")
     CLOCK.now += 30.0
-    stage.turn()  # which is the second restart, after that of its death
+    stage.turn()  # the second restart; the first followed its death
     assert stage.crew.makers == {}
     CLOCK.now += 30.0
     with pytest.raises(PeerDied, match="no room for another actor") as failure:

@@ -1,4 +1,4 @@
-"""When a trainer may conclude that no more experience will come."""
+"""When a trainer concludes that no more experience will come."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 
 @pytest.fixture(autouse=True)
 def no_wait(monkeypatch):
-    """An answer that is not there yet does not come while it is waited for."""
+    """Make waits return at once: a pending answer stays pending."""
     monkeypatch.setattr(detached_replay_buffer, "wait", lambda calls, timeout: None)
 
 
@@ -58,7 +58,7 @@ class Makers(Peers):
 
 
 class Story:
-    """A clock and the makers' answers, both moved by the test."""
+    """A clock and the makers' answers, both set by the test."""
 
     def __init__(self, *names, existing=()):
         self.now = 100.0

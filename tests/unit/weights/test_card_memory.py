@@ -1,4 +1,4 @@
-"""Weights that stay on one card: the same code as on a card, with CPU tensors in one process."""
+"""Weight updates in shared GPU memory: the same code as on a GPU, with CPU tensors in one process."""
 
 import dataclasses
 import doctest
@@ -40,7 +40,7 @@ def test_any_flipped_bit_changes_the_checksum(size, data):
 
 def test_the_checksum_counts_on_over_rows_by_hand(monkeypatch):
     words = torch.tensor([5, 6, 7, -1, 9], dtype=torch.int64)
-    # 5·1 + 6·3 + 7·5 - 1·7 + 9·9 = 132, whatever the rows
+    # 5·1 + 6·3 + 7·5 - 1·7 + 9·9 = 132 for any row length
     for row in (1, 2, 3, 5, 100):
         monkeypatch.setattr(transports, "_ROW_WORDS", row)
         assert device_checksum(words.view(torch.uint8)) == 132
@@ -69,7 +69,7 @@ def test_the_next_update_uses_the_same_buffers_and_leaves_what_is_staged_alone(m
     first = messages_of(make_models(7), memory=memory)
     with maker.served.use():
         deliver(first, maker)
-        second = messages_of(make_models(8), memory=memory, header=header_of(2))  # overwrites what was cloned
+        second = messages_of(make_models(8), memory=memory, header=header_of(2))  # overwrites the buffers
         assert [chunk.handle for chunk in first.chunks] == [chunk.handle for chunk in second.chunks]
     assert fingerprint(maker.models) == fingerprint(make_models(7))
     deliver(second, maker)
@@ -159,7 +159,7 @@ def no_room(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-# Who can use it.
+# Which receivers can read it.
 
 
 def test_a_receiver_on_the_same_card_can_and_one_elsewhere_says_why_not(memory, maker):

@@ -1,4 +1,4 @@
-"""An update arrives whole or not at all: round trips, every way to damage one on its way, and plain calls."""
+"""An update is committed as a whole or rejected: round trips, every kind of damage, and plain calls."""
 
 import contextlib
 import copy
@@ -13,7 +13,7 @@ from weight_testing import Maker, deliver, header_of, messages_of, value_chunk
 
 from coati.errors import WeightUpdateError
 from coati.models import Actor, Critic
-from coati.weights.message import views
+from coati.weights.message import tensor_views
 
 
 def with_info(chunk, **changes):
@@ -21,7 +21,7 @@ def with_info(chunk, **changes):
 
 
 def flipped(chunk, bit):
-    """The same chunk with one bit of its payload changed and the checksum it was sent with."""
+    """Return the chunk with one bit of its payload flipped but its old checksum."""
     data = chunk.data.copy()
     data[(bit // 8) % data.size] ^= 1 << (bit % 8)
     return dataclasses.replace(chunk, data=data)
@@ -102,7 +102,7 @@ def test_chunks_may_come_in_any_order_and_twice(make_models, fingerprint, maker)
     assert fingerprint(maker.models) == fingerprint(make_models(7))
 
 
-# Every kind of damage is an error, and leaves models and receiver as they were.
+# Every kind of damage raises an error and leaves models and receiver unchanged.
 
 
 def lose_a_chunk(sent):
@@ -146,7 +146,7 @@ def chunk_for_another_module(sent):
 
 
 def exchange_two_names_everywhere(sent):
-    """In the chunk and in the manifest alike, as a fault before both were sent would."""
+    """Exchange them in both chunk and manifest, as a fault before sending would."""
     chunk = sent.chunks[-1]
     swapped = tuple(
         spec._replace(name=other.name)
@@ -168,7 +168,7 @@ def chunk_that_the_manifest_does_not_list(sent):
 
 
 def with_tensor(sent, name, tensor, *, index=0):
-    """An honest update (checksums and manifest fit) in which chunk `index` also holds this tensor."""
+    """Return a consistent update (checksums and manifest match) in which chunk `index` also holds this tensor."""
     chunk = sent.chunks[index]
     extra = value_chunk(chunk.info.module, {name: tensor})
     joined = dataclasses.replace(chunk, data=np.concatenate([chunk.data, extra.data]))
@@ -179,7 +179,7 @@ def with_tensor(sent, name, tensor, *, index=0):
 def without_tensor(sent, name):
     kept = []
     for chunk in sent.chunks:
-        tensors = views(torch.from_numpy(chunk.data.copy()), chunk.info.tensors)
+        tensors = tensor_views(torch.from_numpy(chunk.data.copy()), chunk.info.tensors)
         tensors.pop(name, None)
         kept.append(value_chunk(chunk.info.module, tensors))
     return sent.listing(*kept)
@@ -247,7 +247,7 @@ DAMAGES = [
     (replaced_chunk_with_an_honest_checksum, "does not match the manifest"),
     (chunk_that_the_manifest_does_not_list, "does not match the manifest"),
     (unknown_name, "surprise.weight"),
-    (missing_name, "lacks 2 weights"),  # embedding and head are one tensor with two names
+    (missing_name, "lacks 2 weights"),  # embedding and head are one tensor under two names
     (wrong_shape, "shape"),
     (transposed_shape, "shape"),
     (float_for_integer, "torch.float32, but the maker's is torch.int64"),
@@ -367,7 +367,7 @@ def test_a_dead_sender_locks_nothing_and_its_successor_replaces_what_it_left(mak
     dead = messages_of(make_models(8), header=header_of(source="dead"))
     maker.update_experience_maker(message=slow.start())
     maker.update_experience_maker(message=dead.start())
-    maker.update_experience_maker(message=dead.part(dead.chunks[0]))  # and then it is killed
+    maker.update_experience_maker(message=dead.part(dead.chunks[0]))  # then the sender is killed
     deliver(messages_of(make_models(9), header=header_of(source="other")), maker)
     assert set(maker.open_updates) == {slow.header.update_id, dead.header.update_id}
     deliver(messages_of(make_models(10), header=header_of(source="dead")), maker)
@@ -398,7 +398,7 @@ def test_a_partial_update_changes_what_it_names_and_is_not_a_full_one(make_model
     assert maker.models["actor"].body.bias.tolist() == [5.0] * 4
     assert maker.models["critic"].bias.tolist() == [6.0]
     assert torch.equal(maker.models["actor"].body.weight, make_models(0)["actor"].body.weight)
-    assert not maker.served.wait_for_full_update(0.0)  # it touches both modules, and most weights of neither
+    assert not maker.served.wait_for_full_update(0.0)  # it changes both modules, but few weights of either
 
 
 def test_one_whole_module_is_accepted_and_is_not_a_full_update(make_models, maker):
@@ -454,7 +454,7 @@ def test_a_part_that_raises_rejects_the_whole_plain_update_and_the_next_one_work
     before = fingerprint(maker.models)
     plain(maker, chunk_start=True)
     plain(maker, actor={**states["actor"], "body.weight": torch.zeros(3, 3)})
-    # The critic alone would be a whole module; after a rejection it must not get in by itself.
+    # The critic alone would be a complete module; after a rejection it must not be accepted on its own.
     plain(maker, critic=states["critic"])
     with pytest.raises(WeightUpdateError, match=r"shape \[3, 3\]"):
         plain(maker, chunk_end=True)
@@ -473,10 +473,10 @@ def test_names_with_and_without_the_wrappers_prefix():
     bare, wrapped = tiny.llama(0), Actor(tiny.llama(1))
     bare_state = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
     bare_maker, wrapped_maker = Maker({"actor": bare}), Maker({"actor": wrapped})
-    # A bare model's names go into a wrapped one,
+    # A bare model's names match a wrapped model,
     plain(wrapped_maker, actor=bare_state)
     assert all(torch.equal(wrapped.model.state_dict()[name], value) for name, value in bare_state.items())
-    # a wrapped model's names into a bare one, and a DDP model's names too.
+    # and the names of a wrapped model or a DDP model match a bare one.
     with torch.no_grad():
         wrapped.model.lm_head.weight.fill_(2.0)
     plain(bare_maker, actor=wrapped.state_dict())
@@ -520,7 +520,7 @@ def test_a_new_plain_start_discards_what_came_before_it(maker):
     assert maker.models["critic"].weight.abs().sum().item() == 0.0
 
 
-# Trainers that were started again
+# Restarted trainers
 
 
 @pytest.mark.parametrize("num_chunks", [1, 5, None], ids=["one chunk", "five", "all but the manifest"])
@@ -532,19 +532,19 @@ def test_half_an_update_of_a_dead_trainer_is_discarded_for_the_whole_one_of_its_
     half = messages_of(make_models(8), header=header_of(8, "trainer 0 (first)"))
     for message in (half.start(), *map(half.part, half.chunks[:num_chunks])):
         maker.update_experience_maker(message=message)
-    assert fingerprint(maker.models) == fingerprint(make_models(7)), "it keeps serving what it has"
+    assert fingerprint(maker.models) == fingerprint(make_models(7)), "it keeps its current weights"
     whole = messages_of(make_models(5), header=header_of(5, "trainer 0 (second)", incarnation=1))
     with maker.served.use() if is_generating else contextlib.nullcontext():
         for message in (whole.start(), *map(whole.part, whole.chunks)):
             maker.update_experience_maker(message=message)
-            with pytest.raises(WeightUpdateError, match=r"replaced|not open"):  # late messages of the dead
+            with pytest.raises(WeightUpdateError, match=r"replaced|not open"):  # late messages of the dead trainer
                 maker.update_experience_maker(message=half.end())
         assert fingerprint(maker.models) == fingerprint(make_models(7))
         maker.update_experience_maker(message=whole.end())
         assert maker.served.version == (7 if is_generating else 5)
     assert fingerprint(maker.models) == fingerprint(make_models(5))
     assert (maker.served.version, maker.served.incarnation) == (5, 1)
-    for late in (half, messages_of(make_models(9), header=header_of(9))):  # a sync too
+    for late in (half, messages_of(make_models(9), header=header_of(9))):  # also a full update
         with pytest.raises(WeightUpdateError, match="replaced"):
             deliver(late, maker)
     deliver(messages_of(make_models(6), header=header_of(6, incarnation=1)), maker)

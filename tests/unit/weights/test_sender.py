@@ -1,4 +1,4 @@
-"""One sender and its makers on threads: who commits what, whoever is slow, dies, rejects or joins."""
+"""A sender and its makers on threads: which maker commits which update if some are slow, die, reject or join."""
 
 import dataclasses
 import inspect
@@ -22,7 +22,7 @@ UPDATE = "update_experience_maker"
 
 
 class Rejecting:
-    """A maker that rejects what it is told to, and otherwise takes anything."""
+    """A maker that rejects updates while `rejects` is set, and accepts any others."""
 
     def __init__(self):
         self.versions, self.full = [], []
@@ -41,7 +41,7 @@ class Rejecting:
 
 
 def in_background(function, *args, **kwargs):
-    """Run a call in a thread; returns what waits for it and gives what came of it."""
+    """Run a call in a thread; return a function that waits for its result."""
     outcome = []
 
     def run():
@@ -71,7 +71,7 @@ def trained(make_models):
 
 
 class Lent(CardMemory):
-    """Memory of this process, in small chunks."""
+    """Shared memory on the CPU, with small chunks."""
 
     least_chunk_mib = 0.0
 
@@ -79,7 +79,7 @@ class Lent(CardMemory):
         super().__init__(torch.device("cpu"))
 
 
-# What arrives.
+# Delivery.
 
 
 @pytest.mark.parametrize("make_shared", [None, Lent], ids=["by value", "card"])
@@ -87,7 +87,7 @@ def test_all_makers_serve_what_was_sent(make_shared, make_models, fingerprint):
     makers = {name: Maker(make_models(0)) for name in ("a", "b")}
     models = make_models(1)
     shared = None if make_shared is None else make_shared()
-    # A handle of CPU memory is for this very process: nothing may pickle it.
+    # A handle of CPU memory is valid only in this process and must not be pickled.
     peers = LocalPeers(**makers) if isinstance(shared, CardMemory) else ThreadPeers(**makers)
     sender = make_sender(models, peers, list(makers), shared=shared)
     for version in range(5):
@@ -124,7 +124,7 @@ def test_with_adapters_only_what_is_not_trained_stays_at_home(trained, make_mode
 
 
 def test_weights_are_read_even_if_no_maker_is_there_to_be_updated(trained):
-    # In a sharded group all ranks gather together; one that did not would leave the others waiting.
+    # In a sharded group, gathering is collective; if one rank skipped it, the others would wait forever.
     read = []
 
     class Gathering(PlainStrategy):
@@ -179,11 +179,11 @@ def test_a_bounded_number_of_chunks_is_in_flight(trained, monkeypatch):
     assert max(open_at_wait) == 2 * MAX_CHUNKS_IN_FLIGHT + 2
 
 
-# One update after the other.
+# Successive updates.
 
 
 class Slow:
-    """A maker, and a learner whose answers to the manifests are held back."""
+    """A sender and a maker whose answer to a manifest can be held back."""
 
     def __init__(self, models, sent):
         self.maker, self.sent = Maker(models), sent
@@ -268,7 +268,7 @@ def test_a_failure_that_was_not_waited_for_is_raised_once_by_check_or_the_next_p
     sender.publish(3)
     with pytest.raises(WeightUpdateError, match="version 3"):
         sender.publish(4)
-    assert target.versions == [1, 2, 3]  # the fourth was not begun
+    assert target.versions == [1, 2, 3]  # the fourth was not started
 
 
 def test_check_waits_for_nothing(rejecting):
@@ -313,7 +313,7 @@ def test_a_newcomer_takes_the_version_that_is_sent_next(make_models, trained):
 
 
 def misses_of(name, caplog):
-    """The versions that a maker missed, as the log says."""
+    """Return the versions that a maker missed, according to the log."""
     records = [record for record in caplog.records if "missed the weights of version" in record.msg]
     return [record.args[1] for record in records if record.args[0] == name]
 
@@ -350,7 +350,7 @@ def test_dead_makers_are_left_out_and_no_update_fails_for_them(shared, make_mode
     sender.send(2)
     sender.send(3)
     assert makers["b"].served.version == 3
-    assert misses_of("a", caplog) == [2], "once, when it was noticed"
+    assert misses_of("a", caplog) == [2], "logged once, when its death was detected"
     peers.kill("b")
     sender.send(4)
     successor = Maker(make_models(0))
@@ -378,14 +378,14 @@ def test_a_maker_killed_at_any_chunk_returns_with_a_full_update_and_the_other_co
     makers = {name: Maker(make_models(0)) for name in ("a", "b")}
     peers = ThreadPeers(**makers)
     sender = make_sender(trained, peers, list(makers))
-    for version in itertools.count(1):  # which is also the number of the call at which it dies
+    for version in itertools.count(1):  # also the number of the call at which the maker dies
         peers.kill_at("a", UPDATE, nth=version)
         sender.send(version)
         assert makers["b"].served.version == version
         if peers["a"].is_alive:  # the update had fewer calls
             break
         assert not makers["a"].served.wait_for_full_update(0.0)
-        assert fingerprint(makers["a"].models) == fingerprint(make_models(0)), "no part of the update serves"
+        assert fingerprint(makers["a"].models) == fingerprint(make_models(0)), "no part of the update is served"
         makers["a"] = Maker(make_models(0))
         peers.add("a", makers["a"])
     assert version > 5
@@ -433,7 +433,7 @@ def test_a_sender_that_dies_between_chunks_blocks_nobody(nth, make_models, train
 
 
 def interleavings(first, second):
-    """Every way to merge two sequences of this many calls, as which of the two comes next."""
+    """Yield every interleaving of two sequences of these lengths, as a list of which sequence is next."""
     for places in itertools.combinations(range(first + second), first):
         yield [0 if place in places else 1 for place in range(first + second)]
 
@@ -455,7 +455,7 @@ def test_two_senders_to_one_maker_never_mix_whatever_the_order(make_models, fing
         assert seen == others[order[-1]]
 
 
-# Memory that makers share with the sender.
+# Shared GPU memory.
 
 
 def test_updates_while_a_maker_works_are_lent_to_it_and_the_newest_is_committed(make_models, fingerprint):
@@ -473,7 +473,7 @@ def test_updates_while_a_maker_works_are_lent_to_it_and_the_newest_is_committed(
 
 
 class Damaged(Lent):
-    """A bit of one chunk flips after it was hashed."""
+    """Shared memory in which one bit of a chunk flips after it was hashed."""
 
     def make_chunk(self, index, module, tensors):
         chunk = super().make_chunk(index, module, tensors)
@@ -493,7 +493,7 @@ def test_a_chunk_that_is_damaged_in_shared_memory_is_served_by_none(make_models,
 
 
 def handles_in(peers, name):
-    """Of the chunks that a maker was sent, in order."""
+    """Return the handles of the chunks that a maker was sent, in order."""
     messages = [kwargs["message"] for method, _, kwargs in peers[name].calls if method == UPDATE]
     messages = [getattr(message, "value", message) for message in messages]
     return [chunk.handle for message in messages if isinstance(message, WeightMessage) for chunk in message.chunks]
@@ -518,7 +518,7 @@ class TakesNoMessage:
 
 
 class CheckingPeer(LocalPeer):
-    """Compares the arguments of a call with the signature before it makes it, as a Ray handle does."""
+    """Checks the arguments of a call against the signature first, as a Ray handle does."""
 
     def call(self, method, *args, **kwargs):
         inspect.signature(getattr(self._target, method)).bind(*args, **kwargs)
@@ -568,7 +568,7 @@ def test_a_system_that_shares_no_memory_sends_by_value_and_says_so(trained, make
 
 
 class Run:
-    """A sender of adapters with a maker, `old`, and another one."""
+    """A sender of adapters with two makers, `old` and `new`."""
 
     def __init__(self, models, *, seconds=60.0, first=("old", "new"), shared=None):
         self.old, self.new = Rejecting(), Rejecting()
@@ -639,7 +639,7 @@ MISSES = [be_unreachable, be_unreachable_before, die_and_be_replaced, be_abandon
 
 @pytest.mark.parametrize("miss", MISSES, ids=[miss.__name__ for miss in MISSES])
 def test_a_maker_misses_an_update_if_it_should(miss, run, caplog):
-    """…and gets all weights with the next one, of which the others would get adapters only."""
+    """It gets all weights with the next update, which would otherwise hold only adapters."""
     come_back = miss(run)
     run.send()
     assert misses_of("new", caplog) == [2]
@@ -652,7 +652,7 @@ def test_a_maker_misses_an_update_if_it_should(miss, run, caplog):
     assert (run.new.versions[-1], run.new.full) == (4, [True, False])
     assert (run.old.versions, run.old.full) == ([1, 2, 3, 4], [False, False, True, False])
     assert misses_of("new", caplog) == [2]
-    run.new.rejects = True  # it is a maker like any other again
+    run.new.rejects = True  # now a rejection counts again
     with pytest.raises(WeightUpdateError, match="maker new: the head is wider here"):
         run.send()
 
@@ -662,11 +662,11 @@ def test_a_maker_that_is_late_is_waited_for_once_and_gets_all_weights_when_it_an
     held = run.peers.hold("new", UPDATE)
     run.send()
     assert misses_of("new", caplog) == [2]
-    assert not run.recipients.need_all, "nobody could take them"
+    assert not run.recipients.need_all, "no maker could receive them"
     num_calls = len(run.peers["new"].calls)
     run.send()
     run.send()
-    assert len(run.peers["new"].calls) == num_calls, "it is not called before it has answered"
+    assert len(run.peers["new"].calls) == num_calls, "it gets no calls before it has answered"
     assert (run.old.versions, run.old.full) == ([1, 2, 3, 4], [False] * 4)
     held.release()
     run.peers["new"].drain()
@@ -699,7 +699,7 @@ def test_a_maker_that_was_abandoned_and_is_well_misses_at_most_one_update(run):
     held.reached()
     held.release()
     sending()
-    assert not run.recipients.need_all, "it is waited for again"
+    assert not run.recipients.need_all, "the sender waited for it again"
 
 
 def test_a_maker_that_had_all_weights_and_rejects_an_update_is_an_error_and_one_that_is_behind_is_not(run, caplog):
@@ -747,9 +747,9 @@ def test_a_maker_that_comes_back_when_adapters_are_already_under_way_still_needs
     run.send()
     successor = Rejecting()
 
-    def decided(is_so):
-        run.peers.add("new", successor)  # nobody needed all weights when the sender looked
-        return is_so
+    def decided(condition):
+        run.peers.add("new", successor)  # when the sender decided, no maker needed all weights
+        return condition
 
     with monkeypatch.context() as patch:
         patch.setattr(run.sender._strategy, "any_rank", decided)
@@ -794,7 +794,7 @@ def opened(index):
 
 
 class Shared(Lent):
-    """Memory that a handle opens wherever it was sent, as on a card; others are copied on their way."""
+    """Shared memory whose handles survive pickling, as those of GPU memory do."""
 
     def make_chunk(self, index, module, tensors):
         chunk = super().make_chunk(index, module, tensors)
@@ -808,7 +808,7 @@ def test_a_maker_that_reads_too_late_what_another_update_has_overwritten_rejects
     peers = ThreadPeers(**makers)
     sender = make_sender(trained, peers, list(makers), shared=Shared())
     sender.send(1)
-    held = peers.hold("new", UPDATE, nth=2)  # after the start: it is about to copy
+    held = peers.hold("new", UPDATE, nth=2)  # the first chunk: it is about to copy
     sending = in_background(sender.send, 2)
     held.reached()
     sender.recipients.abandon("new")
@@ -850,8 +850,8 @@ def test_all_ranks_of_a_group_send_all_weights_if_one_of_them_has_a_maker_that_n
     class Group(PlainStrategy):
         world_size, others = 2, False
 
-        def any_rank(self, is_so):
-            return is_so or self.others
+        def any_rank(self, condition):
+            return condition or self.others
 
     maker, group = Maker(make_models(0)), Group()
     sender = make_sender(trained, ThreadPeers(maker=maker), ["maker"], strategy=group, update_lora_weights=True)
@@ -863,6 +863,6 @@ def test_all_ranks_of_a_group_send_all_weights_if_one_of_them_has_a_maker_that_n
 
 
 def test_an_update_made_by_hand_is_what_a_sender_sends(make_models, trained, fingerprint, maker):
-    """The helpers that other tests damage updates with are honest."""
+    """This checks the helpers with which other tests damage updates."""
     deliver(messages_of(trained), maker)
     assert fingerprint(maker.models) == fingerprint(trained)
