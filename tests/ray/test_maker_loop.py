@@ -1,4 +1,4 @@
-"""The maker's working loop over Ray. Everything else about it is tested without Ray, in tests/unit/experience_maker."""
+"""The maker's working loop over Ray; tests/unit/experience_maker tests the rest of it without Ray."""
 
 import pytest
 import ray

@@ -1,4 +1,4 @@
-"""Float32 weights that compute in bfloat16: to the bit what a bfloat16 model computes, with gradients in float32."""
+"""Float32 weights computing in bfloat16: bit-identical to a bfloat16 model, with float32 gradients."""
 
 import copy
 import inspect
@@ -36,7 +36,7 @@ def actor():
 
 
 def in_bfloat16(actor):
-    """A copy whose weights are the makers'; buffers stay, as they do in models that are loaded in bfloat16."""
+    """Return a copy with the makers' weights; buffers keep their dtype, as in models loaded in bfloat16."""
     half = copy.deepcopy(actor)
     for parameter in half.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -79,7 +79,7 @@ def test_gradients_of_passes_add_up_in_float32(actor):
         for entry, weight in zip(total, half.parameters(), strict=True):
             entry += weight.grad
     assert all(torch.equal(w.grad, entry) for w, entry in zip(ours.parameters(), total, strict=True))
-    assert not any(torch.equal(entry, entry.bfloat16().float()) for entry in total)  # they need their 24 bits
+    assert not any(torch.equal(entry, entry.bfloat16().float()) for entry in total)  # the sums need float32's 24 bits
 
 
 def test_a_step_smaller_than_bfloat16_shows_is_not_lost(actor):
@@ -94,7 +94,7 @@ def test_a_step_smaller_than_bfloat16_shows_is_not_lost(actor):
     optimizer.step()
     assert all((weight != before[name]).all() for name, weight in model.named_parameters())
     halves = [(weight.bfloat16(), before[name].bfloat16()) for name, weight in model.named_parameters()]
-    assert sum(int((one != other).sum()) for one, other in halves) < 100  # of 5,000: nearly none would have moved
+    assert sum(int((one != other).sum()) for one, other in halves) < 100  # of 5,000, almost none in bfloat16
 
 
 def test_activations_made_anew_use_the_weights_of_their_own_pass(actor):
@@ -104,7 +104,7 @@ def test_activations_made_anew_use_the_weights_of_their_own_pass(actor):
     calls = []
     ours.model.model.layers[1].self_attn.register_forward_hook(lambda *_: calls.append(1))
     logprobs, _ = action_logprobs(ours, batch(0), None, ACTIONS)
-    action_logprobs(ours, batch(1), None, ACTIONS)  # another pass before the first one's gradient
+    action_logprobs(ours, batch(1), None, ACTIONS)  # another forward pass before the first one's backward
     logprobs.sum().backward()
     assert len(calls) == 3
     assert torch.equal(logprobs, add_gradient(half, 0))
@@ -141,7 +141,7 @@ def test_a_body_that_actor_and_critic_share_may_make_activations_anew(actor):
         value(batch(0)).sum().backward()
     weight, other = (model.model.model.layers[0].mlp.up_proj.weight for model in (actor, half))
     assert weight.grad.dtype == torch.float32
-    assert (weight.grad - other.grad).norm() < 0.01 * weight.grad.norm()  # two passes: theirs add up in bfloat16
+    assert (weight.grad - other.grad).norm() < 0.01 * weight.grad.norm()  # the reference sums in bfloat16
 
 
 def test_a_graph_that_is_kept_is_gone_through_twice(actor):

@@ -1,4 +1,4 @@
-"""What ranks tell each other about a batch, without ranks: numbers of parts make the numbers of the whole."""
+"""Reducing a step's numbers over ranks, without ranks: numbers of the parts combine to those of the whole batch."""
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ MASK = torch.tensor([[True, True, False], [True, True, True], [True, False, Fals
 
 
 def numbers_of(rows):
-    """What a rank with these rows knows."""
+    """Return the numbers of a rank with these rows."""
     values, mask = VALUES[rows], MASK[rows]
     numbers = StepNumbers()
     numbers.add("tokens", mask.sum())
-    numbers.add("tokens", torch.tensor(0))  # of another micro-batch
+    numbers.add("tokens", torch.tensor(0))  # from another micro-batch
     numbers.add_maximum("largest", values[mask].max() if mask.any() else torch.tensor(0.0))
     numbers.add_maximum("largest", torch.tensor(-1.0))
     numbers.moments["values"] = masked_moments(values, mask)

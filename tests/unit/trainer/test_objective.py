@@ -1,4 +1,4 @@
-"""The policy's objective and the learner without a critic: against slow sums over single tokens, in float64."""
+"""The policy's objective and the learner without a critic, compared with token-by-token sums in float64."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ from coati.trainer.strategies import DDPStrategy
 
 LENGTHS = [3, 1, 2]
 MASK = torch.tensor([[position < length for position in range(3)] for length in LENGTHS])
-POSITIVE = 3  # tokens of the responses with a reward
+POSITIVE = 3  # tokens of the responses with a positive reward
 IN_LOSS = {"kl_in": "loss", "kl_coef": 1.0, "kl_estimator": "k3", "correction": "none"}
 DECOUPLED = {"correction": "decoupled", "importance_cap": 1.5}
 
@@ -70,7 +70,7 @@ def slow_surrogate(log_ratio, logprob, gain, settings):
 
 
 def slow_objective(current, part, advantages, settings):
-    """The loss and the KL term, one token after the other."""
+    """Compute the loss and the KL term token by token."""
     num_tokens, num_sequences = sum(LENGTHS), len(LENGTHS)
     loss = kl_term = 0.0
     for row, length in enumerate(LENGTHS):
@@ -129,7 +129,7 @@ def test_loss_and_kl_term_are_what_their_definitions_say(settings):
     assert float(found.kl_term) == pytest.approx(kl_term, abs=1e-12)
     if settings.loss == "sapo":
         return
-    assert float(found.clip_fraction) > 0  # the range was reached, so the test can tell
+    assert float(found.clip_fraction) > 0  # some tokens are clipped, so the test covers clipping
 
 
 def test_masks_drop_some_of_these_tokens_and_keep_some():
@@ -190,7 +190,7 @@ def test_how_far_the_data_is_from_the_policy_by_hand():
 
 
 def clip_of_ones_own(log_ratio, advantages, *, low=0.2):
-    """PPO's clip as a user would write it."""
+    """PPO's clipped loss, as a user would write it."""
     ratio = log_ratio.exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1.2) * advantages)
 
@@ -261,7 +261,7 @@ def test_a_loss_of_ones_own_that_cannot_be_used_is_refused(name, error, message)
 
 
 def learning_curve(settings, *, staleness, seed):
-    """Chances of the one right token of eight, while a policy of one position learns from 64 samples a version."""
+    """Train a one-token policy on 64 samples per version; return the probability of the correct token in each."""
     generator = torch.Generator().manual_seed(seed)
     settings = settings.resolved(staleness)
     logits = torch.zeros(8, dtype=torch.float64, requires_grad=True)
@@ -295,7 +295,7 @@ def test_every_loss_learns(loss, staleness):
     chances = learning_curve(AlgorithmSettings(name="grpo", kl_coef=0, loss=loss), staleness=staleness, seed=0)
     assert chances[0] == pytest.approx(1 / 8)
     assert chances[20] > chances[5] > chances[0]
-    if loss == "geometric_mask" and staleness:  # by fits and starts: data of other weights is not within a thousandth
+    if loss == "geometric_mask" and staleness:  # learns slowly: off-policy data exceeds the tight range
         assert 0.2 < chances[-1] < 0.9
     else:
         assert chances[-1] > 0.9
@@ -370,7 +370,7 @@ def test_steps_in_micro_batches_are_the_same_steps(actor, settings):
         for size in (0, 1, 2)
     ]
     whole, *others = ([learner.step(make_part()) for _ in range(2)] and weights(learner) for learner in learners)
-    # The rows have a prompt in common, computed once for the whole batch; the model's norms round to float32.
+    # The rows share a prompt, computed once for the whole batch; the model's norms round to float32.
     for other in others:
         torch.testing.assert_close(other, whole, atol=1e-7, rtol=0)
 
@@ -404,7 +404,7 @@ def test_in_distillation_a_token_answers_for_itself_alone():
     tokens = torch.zeros(2, 4, dtype=torch.long)
     batch = Experience(tokens, kl * 0, kl * 0, torch.tensor([0.0, 3.0]), kl, kl * 0, None, mask)
     advantages, _ = estimate_advantages(batch, AlgorithmSettings(name="distill"))
-    assert advantages.tolist() == [[-0.5, 0.25, -1.0], [1.0, 0.0, 0.0]]  # a score is the last token's
+    assert advantages.tolist() == [[-0.5, 0.25, -1.0], [1.0, 0.0, 0.0]]  # the score goes to the last token
 
 
 def test_the_nll_term_is_of_the_rewarded_responses_of_the_whole_batch(actor):
@@ -421,12 +421,12 @@ def test_the_nll_term_is_of_the_rewarded_responses_of_the_whole_batch(actor):
 def test_the_kl_coefficient_follows_its_target_and_is_part_of_a_checkpoint(actor):
     learner = learner_of(actor, kl_target=1e-3, **IN_LOSS)
     metrics = [learner.step(make_part()) for _ in range(2)]
-    assert metrics[0]["policy/kl_loss"] > 0.0012  # so far above that the error is cut off at 20 %
+    assert metrics[0]["policy/kl_loss"] > 0.0012  # so far above the target that the relative error is clipped at 20 %
     assert [row["policy/kl_coef"] for row in metrics] == pytest.approx([1.0, 1.02])
     resumed = learner_of(actor, kl_target=1e-3, **IN_LOSS)
     resumed.restore(learner.state())
     assert resumed.step(make_part())["policy/kl_coef"] == pytest.approx(1.02**2)
-    older = {"counts": learner.state()["counts"]}  # of a version without it
+    older = {"counts": learner.state()["counts"]}  # a state saved before kl_coef existed
     resumed = learner_of(actor, kl_target=1e-3, **IN_LOSS)
     resumed.restore(older)
     assert resumed.step(make_part())["policy/kl_coef"] == 1.0

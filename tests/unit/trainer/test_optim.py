@@ -75,7 +75,7 @@ def test_loading_adam_state_does_not_change_the_decay_mode():
 
 
 class Kernels(TorchDispatchMode):
-    """Notes the optimizer kernels that run in here, each with the format of the parameters it got."""
+    """Records the optimizer kernels that run in this context, with the dtype of their parameters."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Optimizer files that were damaged by hand: each is refused with a reason, and the optimizer stays as it was."""
+"""Damaged optimizer files are refused with a reason, and the optimizer stays unchanged."""
 
 import json
 
@@ -41,7 +41,7 @@ def saved(tmp_path):
 
 
 def change_tensors(change):
-    """Rewrite the file with what `change` makes of its tensors."""
+    """Apply `change` to the tensors in the file."""
     return lambda folder: save_file(
         change(load_file(folder / "optimizer.safetensors")), folder / "optimizer.safetensors"
     )
@@ -147,4 +147,4 @@ def test_a_rank_that_fails_while_it_loads_tells_the_others(kind, monkeypatch, tm
     }
     with pytest.raises(OSError, match="the disk is gone"):
         load[kind]()
-    assert votes == [0, 1]  # what was checked is right, and then it failed
+    assert votes == [0, 1]  # the check passed, then loading failed

@@ -1,4 +1,4 @@
-"""Steps by token budget, with activations made anew, and without any [tokens, vocabulary] tensor: the same steps."""
+"""Token budgets, activation checkpointing and chunked logits do not change the result of a step."""
 
 import contextlib
 import copy
@@ -81,7 +81,7 @@ def learner_of(models, **changes):
 
 
 def calls_of(module):
-    """Grows by the number of tokens of each call of the module."""
+    """Return a list that collects the number of tokens of each call of the module."""
     seen = []
     module.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append((kwargs.get("input_ids", args[0] if args else None)).numel()),
@@ -123,7 +123,7 @@ def test_where_padding_is_computed_it_counts(template, monkeypatch):
     learner = learner_of(template, micro_batch_tokens=20)
     seen = calls_of(learner.actor.model)
     learner.step(make_batch())
-    assert seen == [18, 18, 18]  # two rows of nine columns at a time
+    assert seen == [18, 18, 18]  # two rows of nine columns per pass
 
 
 def test_padded_and_packed_steps_are_the_same_step(template, monkeypatch):
@@ -133,7 +133,7 @@ def test_padded_and_packed_steps_are_the_same_step(template, monkeypatch):
     monkeypatch.setattr("coati.models.value_head.packing_problem", lambda model: "it is not to")
     seen = calls_of(padded.critic.body)
     metrics.append(padded.step(make_batch()))
-    assert seen == [6 * 9]  # it did compute the padding
+    assert seen == [6 * 9]  # padding was computed
     assert furthest(packed, padded) < 1e-10
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-9)
 
@@ -157,7 +157,7 @@ def test_a_step_never_holds_the_logits_of_the_batch(template, monkeypatch):
     learner = learner_of(template)
     with LargestTensor() as seen:
         learner.step(make_batch())
-    head = VOCAB * CONFIG.hidden_size  # its gradient is as large as it is
+    head = VOCAB * CONFIG.hidden_size  # its gradient has the same size
     assert seen.largest == max(head, sum(LENGTHS) * CONFIG.intermediate_size)
     assert seen.largest < sum(RESPONSES) * VOCAB
 
@@ -179,7 +179,7 @@ def test_activations_made_anew_give_the_same_step(template, lora):
     assert counts == [1, 2]
     assert furthest(*learners) < 1e-12
     attention = next(m for n, m in learners[1].actor.named_modules() if n.endswith("layers.1.self_attn"))
-    assert not attention.training  # nothing inside of the blocks believes to be in training
+    assert not attention.training  # modules inside the blocks are not in training mode
 
 
 def test_blocks_that_apply_dropout_themselves_do_not_where_activations_are_made_anew():

@@ -1,4 +1,4 @@
-"""Strategies in one process: exactness, shards, files. Two ranks: tests/ranks."""
+"""Strategies in one process: exactness, shards and files. tests/ranks tests two ranks."""
 
 import copy
 import itertools
@@ -243,7 +243,7 @@ def test_shard_options_are_checked(make_strategy):
 
 @pytest.mark.parametrize(("saver", "loader", "tie"), [("ddp", "gemini", True), ("gemini", "ddp", False)])
 def test_a_saved_run_goes_on_under_another_strategy(make_strategy, saver, loader, tie, tmp_path):
-    """Every pair of strategies, one rank and two: tests/ranks."""
+    """tests/ranks tests every pair of strategies, with one rank and two."""
     reference = tiny_llama(tie=tie, dtype=torch.float64)
     plain_torch_steps(reference, torch.optim.AdamW(reference.parameters(), 1e-2), range(3))
     strategy = make_strategy(saver)
@@ -275,7 +275,7 @@ def test_transformers_loads_what_is_saved(make_strategy, name, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert type(loaded) is LlamaForCausalLM
     assert torch.equal(loaded.lm_head.weight, full_state(strategy, model)["model.embed_tokens.weight"])
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]  # nothing temporary is left
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]  # no temporary folders are left
 
 
 def tied_net():

@@ -1,4 +1,4 @@
-"""What strategies are told by the environment and by their arguments."""
+"""Environment variables and arguments of strategies."""
 
 import random
 
@@ -83,6 +83,6 @@ def test_one_rank_talks_to_nobody():
 def test_blocks_are_the_outermost_repeated_modules():
     experts = [nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]) for _ in range(2)]
     layers = nn.ModuleList([nn.ModuleDict({"experts": expert}) for expert in experts])
-    heads = nn.ModuleList([nn.Linear(1, 1), nn.Tanh()])  # not of one class
+    heads = nn.ModuleList([nn.Linear(1, 1), nn.Tanh()])  # of different classes
     model = nn.ModuleDict({"body": nn.ModuleDict({"layers": layers}), "heads": heads})
     assert list(transformer_blocks(model)) == list(layers)
