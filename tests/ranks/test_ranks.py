@@ -187,14 +187,14 @@ def together(folder, reference, alone):
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def test_one_rank_of_ddp_is_plain_torch_to_the_bit(alone, reference):
+def test_one_rank_of_ddp_is_bit_identical_to_plain_torch(alone, reference):
     ours, theirs = alone["ddp"]["state"], reference[0]
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("name", worker.STRATEGIES)
-def test_steps_end_in_the_weights_of_plain_torch(alone, together, reference, name):
+def test_steps_give_the_weights_of_plain_torch(alone, together, reference, name):
     for seen in (alone, *together):
         assert seen[name]["is_packed"]  # every strategy supports computing without padding
         assert worker.furthest(seen[name]["state"], reference[0]) < 1e-6
@@ -211,7 +211,7 @@ def test_ranks_report_the_joined_batch(alone, together, name):
 
 
 @pytest.mark.parametrize("name", ["ddp", "gemini"])
-def test_corrections_for_age_see_the_joined_batch_too(alone, together, name):
+def test_off_policy_corrections_use_the_joined_batch_too(alone, together, name):
     expected = alone["off-policy"]
     assert 0 < expected["metrics"][0]["off_policy/effective_tokens"] < 0.9
     for seen in together:
@@ -221,7 +221,7 @@ def test_corrections_for_age_see_the_joined_batch_too(alone, together, name):
             assert ours["metrics"][step] == pytest.approx(expected["metrics"][step], rel=tolerance, abs=1e-12)
 
 
-def test_bytes_held_fall_as_each_strategy_claims(alone, together):
+def test_memory_per_rank_shrinks_as_each_strategy_claims(alone, together):
     whole = alone["ddp"]["held"]
     assert whole["parameters"] == whole["gradients"] == whole["state"] // 2  # Adam has two moments
     sharded_parts = {
@@ -270,7 +270,7 @@ def test_how_many_blocks_are_whole_at_once_in_the_forward_pass(alone, together, 
         assert seen[name]["whole_blocks"] == counts
 
 
-def test_weights_that_no_file_has_are_rank_0s_and_so_are_formats_and_buffers(alone, together):
+def test_weights_dtypes_and_buffers_missing_from_files_come_from_rank_0(alone, together):
     for seen in together:
         for ours, theirs in zip(seen["drawn"], alone["drawn"], strict=True):
             assert worker.furthest(ours, theirs) == 0
@@ -280,12 +280,12 @@ def test_weights_that_no_file_has_are_rank_0s_and_so_are_formats_and_buffers(alo
     assert {tensor.dtype for tensor in critic.values()} == {torch.bfloat16}
 
 
-def test_ranks_that_build_different_models_hear_of_it(together):
+def test_ranks_that_build_different_models_raise(together):
     assert "another rank" in together[0]["different"]
     assert "same model" in together[1]["different"]
 
 
-def test_models_that_keep_their_parameters_whole_stream_without_a_copy(together):
+def test_unsharded_models_are_streamed_without_copies(together):
     assert [seen["ddp"]["streamed"] for seen in together] == [0, 0]
 
 
@@ -452,7 +452,7 @@ def test_one_process_loads_what_two_ranks_saved(out, seen, name):
         assert torch.equal(loaded.state_dict()[key], tensor)
 
 
-def test_a_failed_save_is_heard_on_every_rank(seen):
+def test_a_failed_save_raises_on_every_rank(seen):
     assert "not something coati saved" in seen[0]["foreign"]
     assert "another rank could not save" in seen[1]["foreign"]
 

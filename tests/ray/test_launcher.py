@@ -20,7 +20,7 @@ from coati.ray.detached_trainer_ppo import PPOTrainer
 from coati.ray.experience_maker_holder import MakerHolder
 
 
-def test_one_maker_and_two_trainers_on_different_places_train_their_exact_shares(witnessed, make_config, tmp_path):
+def test_one_maker_and_two_trainers_train_their_exact_shares(witnessed, make_config, tmp_path):
     progress = witnessed(make_config(makers=1, trainers=2, max_staleness=0, placement="spread"))
     assert {name: one.log for name, one in progress.items()} == dict.fromkeys(progress, (logging.INFO, True))
     for rank in range(2):  # 2 batches of 2 samples each, followed by one weight version each
@@ -137,7 +137,7 @@ def test_groups_of_two_makers_and_two_sharded_trainers_train_their_shares_and_ar
         assert AutoTokenizer.from_pretrained(folder).vocab_size > 0
 
 
-def test_a_group_goes_on_from_a_checkpoint_under_another_strategy_and_with_other_makers(run, make_config, tmp_path):
+def test_a_group_resumes_under_another_strategy_with_other_makers(run, make_config, tmp_path):
     common = {"trainers": 2, "max_staleness": 2}
     train = {"batch_size": 2, "save_every": 2}
     run(make_config(makers=1, **common, train={**train, "total_steps": 5, "strategy": "gemini"}))
@@ -165,7 +165,7 @@ def test_two_makers_and_a_trainer_keep_ages_within_the_bound(run, make_config, t
     assert {name for row in rows for name in row} - {"step", "version", "time"} <= DOCUMENTED
 
 
-def test_a_stop_saves_what_was_learnt(run, make_config, tmp_path):
+def test_a_stop_saves_the_model(run, make_config, tmp_path):
     config = make_config(max_staleness=-1, train={"total_steps": 100_000})
 
     def after_some_steps():

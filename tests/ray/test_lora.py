@@ -31,7 +31,7 @@ def logits_of(actor_handle, find_actor):
     return ray.get(actor_handle.__ray_call__.remote(look))
 
 
-def test_plain_makers_follow_a_lora_trainer_by_adapters_alone_and_who_joins_gets_the_base_too(keep, unique, sinks):
+def test_plain_makers_follow_a_lora_trainer_by_adapters_and_new_ones_get_the_base_too(keep, unique, sinks):
     maker_name, newcomer_name = unique("maker"), unique("newcomer")
 
     def make(name, seed):

@@ -109,7 +109,7 @@ def by_value(trainer):
 
 
 @pytest.mark.parametrize("change", [lambda trainer: None, by_value], ids=["shared memory", "object store"])
-def test_training_steps_change_weights_that_then_serve(shared_maker, make_trainer, change):
+def test_training_steps_change_the_served_weights(shared_maker, make_trainer, change):
     _, maker = shared_maker
     trainer = make_trainer(seed=18)
     change(trainer)
@@ -137,7 +137,7 @@ def leave(self):
     self.held.__exit__(None, None, None)
 
 
-def test_a_killed_trainers_whole_update_is_committed_and_half_of_one_is_not(shared_maker, make_trainer, unique):
+def test_only_a_killed_trainers_complete_update_is_committed(shared_maker, make_trainer, unique):
     name, maker = shared_maker
     version = version_of(maker) + 1
 

@@ -189,6 +189,6 @@ def test_prompts_that_cannot_be_used_are_replaced(max_staleness):
         check(makers, trainers, max_staleness, unusable=range(0, 100, 5))
 
 
-def test_on_policy_runs_train_on_the_same_batches_whoever_makes_them():
+def test_on_policy_runs_train_on_the_same_batches_with_any_makers():
     runs = [check(makers, 2, 0, num_deaths=deaths, seed=makers) for makers in (1, 3, 8) for deaths in (0, 4)]
     assert all(run.trained == runs[0].trained for run in runs)

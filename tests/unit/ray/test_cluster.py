@@ -66,7 +66,7 @@ def test_only_the_user_may_enter_the_folder_of_a_private_ray_and_it_is_gone_afte
     assert not (tmp_path / "out" / "ray-logs").exists()
 
 
-def test_every_private_ray_has_a_token_of_its_own_that_only_the_user_can_read(fake_ray, config, tmp_path, monkeypatch):
+def test_every_private_ray_has_its_own_token_that_only_the_user_can_read(fake_ray, config, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # meant for other clusters
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
     tokens = set()
@@ -150,7 +150,7 @@ def test_a_run_that_was_stopped_keeps_no_logs(fake_ray, config, tmp_path):
     assert not (tmp_path / "out" / "ray-logs").exists()
 
 
-def test_a_start_that_is_interrupted_leaves_nothing_whenever_that_is(fake_ray, config, tmp_path, monkeypatch):
+def test_an_interrupted_start_leaves_nothing_behind(fake_ray, config, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
@@ -181,7 +181,7 @@ def test_a_run_that_does_not_fit_the_cluster_is_refused(fake_ray, config):
         pass
 
 
-def test_an_address_where_nothing_answers_is_reported_at_once(config):
+def test_an_address_where_nothing_listens_is_reported_at_once(config):
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1"), connect(config, "127.0.0.1:1"):
         pass
 

@@ -84,7 +84,7 @@ def end_training(host):
     host["trainer-0"].ended.set()
 
 
-def test_a_run_starts_trains_stops_its_makers_saves_and_kills_everybody(stage):
+def test_a_run_starts_trains_stops_its_makers_saves_and_kills_all_actors(stage):
     one = stage(makers=2)
     one.on_turn = end_training
     one.go()
@@ -93,7 +93,7 @@ def test_a_run_starts_trains_stops_its_makers_saves_and_kills_everybody(stage):
     assert sorted(one.host.killed) == ["maker-0", "maker-1", "trainer-0"]
 
 
-def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage, monkeypatch):
+def test_all_actors_are_polled_at_once_and_a_busy_one_delays_none(stage, monkeypatch):
     one = stage(makers=3)
     holds, one.num_asked = [], []
     waited_for = []
@@ -144,7 +144,7 @@ def test_a_warning_of_an_actor_is_shown(stage, caplog):
     assert [one for one in caplog.messages if "engine" in one] == [f"maker-{n}: the reference engine" for n in (0, 1)]
 
 
-def test_what_an_actor_raises_ends_the_run_with_its_name(stage):
+def test_an_exception_in_an_actor_ends_the_run_with_its_name(stage):
     one = stage(makers=2)
 
     def fail(host):
@@ -159,7 +159,7 @@ def test_what_an_actor_raises_ends_the_run_with_its_name(stage):
 
 
 @pytest.mark.parametrize("step", [0, 2], ids=["no checkpoint", "a checkpoint"])
-def test_when_a_trainer_dies_all_are_started_again_and_the_makers_live_on(stage, step, monkeypatch, caplog):
+def test_when_a_trainer_dies_all_trainers_restart_and_makers_survive(stage, step, monkeypatch, caplog):
     one = stage(makers=2, trainers=2)
     checkpoint = one.folder / "checkpoints" / f"version-{step}"
     if step:
@@ -207,7 +207,7 @@ def test_when_a_trainer_dies_all_are_started_again_and_the_makers_live_on(stage,
     assert ("from its beginning" in caplog.text) == (step == 0)
 
 
-def test_a_trainer_that_dies_while_it_loads_again_is_started_once_more(stage):
+def test_a_trainer_that_dies_while_reloading_is_restarted_again(stage):
     one = stage()
     left = [2]
 
@@ -253,7 +253,7 @@ def test_new_trainers_hear_of_a_maker_that_does_not_answer(stage, clock):
     assert one.host.started.count("trainer-0") == 2
 
 
-def test_a_rank_that_cannot_start_because_another_died_is_no_fault_of_its_own(stage):
+def test_a_rank_that_cannot_start_because_another_died_does_not_end_the_run(stage):
     one = stage(trainers=2)
 
     def die(host):
@@ -294,7 +294,7 @@ def test_when_trainers_die_too_often_the_run_ends_and_says_how_to_resume_it(stag
 
 
 @pytest.mark.parametrize("error", [DataError("no such sample"), ValueError("their own code"), RuntimeError("theirs")])
-def test_what_a_trainer_raises_is_not_repaired_by_a_restart(stage, error, monkeypatch):
+def test_an_exception_in_a_trainer_causes_no_restart(stage, error, monkeypatch):
     monkeypatch.setattr(supervisor, "_DEATH_SECONDS", 0.1)  # the other rank is alive and waiting for this one
     one = stage(trainers=2)
 
@@ -309,7 +309,7 @@ def test_what_a_trainer_raises_is_not_repaired_by_a_restart(stage, error, monkey
     assert one.host.started.count("trainer-1") == 1
 
 
-def test_a_stop_while_trainers_are_started_again_says_how_to_resume(stage):
+def test_a_stop_while_trainers_restart_says_how_to_resume(stage):
     one = stage()
 
     def die(host):
@@ -326,7 +326,7 @@ def test_a_stop_while_trainers_are_started_again_says_how_to_resume(stage):
     assert "maker-0" in one.host.killed
 
 
-def test_a_maker_that_dies_while_trainers_are_started_again_is_replaced(stage):
+def test_a_maker_that_dies_while_trainers_restart_is_replaced(stage):
     one = stage(makers=2)
 
     def die(host):
@@ -490,7 +490,7 @@ def test_a_maker_that_does_not_answer_has_its_work_given_to_others_once_until_it
     assert released.count("maker-1") == caplog.text.count("maker-1 has not answered") == 2
 
 
-def test_a_maker_that_stalled_and_died_does_not_answer_again(stage, clock, caplog):
+def test_a_maker_that_stalled_and_died_is_not_reported_as_answering(stage, clock, caplog):
     one = stage(makers=2)
 
     def begin(host):
@@ -519,7 +519,7 @@ def test_a_maker_that_stalled_and_died_does_not_answer_again(stage, clock, caplo
     assert "maker-1 is answering again" not in caplog.text
 
 
-def test_makers_join_and_leave_a_run_when_it_is_asked_to(stage):
+def test_makers_join_and_leave_a_run_on_request(stage):
     one, left, seen = stage(makers=1), [3, 2, 3], []
 
     def ask(host):
@@ -557,7 +557,7 @@ def test_an_actor_that_does_not_start_in_time_is_named(stage):
         one.go()
 
 
-def test_a_trainer_that_fails_before_the_others_is_not_waited_out(stage):
+def test_a_failed_trainer_ends_the_run_without_waiting_for_the_others(stage):
     one = stage(trainers=2)
 
     def break_one(name):
@@ -571,7 +571,7 @@ def test_a_trainer_that_fails_before_the_others_is_not_waited_out(stage):
         one.go()
 
 
-def test_a_stop_before_training_begins_leaves_nothing(stage):
+def test_a_stop_before_training_saves_nothing(stage):
     one = stage()
     one.should_stop = True
     with pytest.raises(RunStopped, match="nothing to save"):
@@ -587,7 +587,7 @@ def test_a_stop_ends_all_loops_and_saves_the_model(stage):
 
 
 @pytest.mark.parametrize("num_full_disks", [0, 1, 2])
-def test_what_was_learnt_goes_to_another_disk_if_the_runs_own_is_full(stage, num_full_disks, tmp_path):
+def test_the_model_is_saved_elsewhere_if_the_runs_disk_is_full(stage, num_full_disks, tmp_path):
     one = stage()
 
     def learn_and_fail(host):

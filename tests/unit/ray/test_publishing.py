@@ -45,7 +45,7 @@ def watch_steps(trainer):
     return done
 
 
-def test_a_step_is_learnt_while_the_makers_verify_the_one_before_and_never_two_are_on_their_way(trainer, maker):
+def test_training_continues_during_verification_with_one_update_in_flight(trainer, maker):
     done, held = watch_steps(trainer), hold_answer(trainer, maker)
     fit = Background(trainer.fit, 3, 1)
     assert done[1].wait(PATIENCE)  # while version 1 is not verified yet
@@ -79,7 +79,7 @@ def test_a_rejected_update_fails_fit(trainer, maker, num_steps):
     assert maker.updates == [1]  # the next one was not started
 
 
-def test_a_sync_returns_when_the_makers_have_verified_it_and_raises_what_is_wrong_with_it(trainer, maker):
+def test_a_sync_waits_for_verification_and_raises_its_error(trainer, maker):
     held = hold_answer(trainer, maker)
     sync = Background(trainer.sync_models_to_remote_makers)
     held.reached()
@@ -93,7 +93,7 @@ def test_a_sync_returns_when_the_makers_have_verified_it_and_raises_what_is_wron
     trainer.fit(1, 1)  # does not raise the failure of the sync
 
 
-def test_a_step_is_learnt_while_a_sync_waits_for_the_makers(trainer, maker):
+def test_training_continues_while_a_sync_waits_for_the_makers(trainer, maker):
     held = hold_answer(trainer, maker)
     sync = Background(trainer.sync_models_to_remote_makers)
     held.reached()
@@ -109,7 +109,7 @@ def test_one_rank_of_a_group_does_not_save_alone_while_they_train(trainer, tmp_p
         trainer.strategy_save_actor(str(tmp_path / "model"))
 
 
-def test_a_trainer_refuses_what_breaks_the_bound(make_trainer):
+def test_a_trainer_refuses_data_beyond_the_staleness_bound(make_trainer):
     trainer = make_trainer(max_staleness=1)
     batch = experience(0, 4)
     batch.policy_versions = torch.zeros_like(batch.action_log_probs, dtype=torch.long)

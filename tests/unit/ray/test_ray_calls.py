@@ -30,7 +30,7 @@ RAISED_BY_THE_METHOD = RayTaskError("method", "traceback", GetTimeoutError("insi
         (RAISED_BY_THE_METHOD.as_instanceof_cause(), RemoteError),
     ],
 )
-def test_only_the_death_of_an_actor_counts_as_one(answer, expected):
+def test_only_the_death_of_an_actor_is_reported_as_a_death(answer, expected):
     answered = Future()
     call = ray_call("trainer-0", SimpleNamespace(future=lambda: answered))
     assert not call.done()

@@ -117,7 +117,7 @@ def test_a_producer_that_gives_up_has_added_nothing(make_buffer):
     assert buffer.try_sample(0.0) is None
 
 
-def test_a_retry_of_a_delivery_that_got_no_room_is_taken_in_once(unleased):
+def test_a_retried_delivery_that_found_no_room_is_added_once(unleased):
     late = blocked_producer(unleased, delivery("second", 1), timeout_seconds=0.05)
     retry = Background(unleased.extend, delivery("second", 1))
     with pytest.raises(DeadlineExceeded, match="for room"):
@@ -129,7 +129,7 @@ def test_a_retry_of_a_delivery_that_got_no_room_is_taken_in_once(unleased):
     assert unleased.try_sample(0.0) is None
 
 
-def test_a_retry_is_not_acknowledged_before_its_delivery_is_taken_in(unleased):
+def test_a_retry_is_not_acknowledged_before_its_delivery_is_added(unleased):
     waiting = blocked_producer(unleased, delivery("second", 1))
     with pytest.raises(DeadlineExceeded, match="for room"):
         unleased.extend(delivery("second", 1), timeout_seconds=0.05)
@@ -200,7 +200,7 @@ def test_impossible_sizes_are_refused(arguments, rule):
         DetachedReplayBuffer(*arguments)
 
 
-def test_the_wait_for_room_in_a_run_is_that_of_a_batch():
+def test_the_wait_for_room_uses_the_batch_deadline():
     deadlines = Deadlines(batch_seconds=0.01)
     buffer = DetachedReplayBuffer(1, 1, deadlines=deadlines, queue=LocalQueue())
     buffer.extend(delivery("first", 0))

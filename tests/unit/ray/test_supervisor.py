@@ -104,7 +104,7 @@ def stage():
 # Joining and leaving
 
 
-def test_makers_that_join_work_at_once_and_have_joined_when_they_have_weights(stage):
+def test_new_makers_start_at_once_and_count_once_they_have_weights(stage):
     stage.host.on_start = lambda name: setattr(stage[name], "has_weights", False)
     stage.crew.target_makers = 3
     stage.until(lambda: stage.crew.working_makers == ["maker-0", "maker-1", "maker-2"])
@@ -118,7 +118,7 @@ def test_makers_that_join_work_at_once_and_have_joined_when_they_have_weights(st
     assert stage.story[-1] == ("told", "maker-0", "maker-1", "maker-2")
 
 
-def test_makers_that_leave_finish_their_work_and_the_rest_of_it_goes_to_others(stage, caplog):
+def test_makers_that_leave_finish_their_work_and_release_the_rest(stage, caplog):
     stage.scale_to(3)
     del stage.story[:]
     for name in ("maker-1", "maker-2"):
@@ -140,7 +140,7 @@ def test_makers_that_leave_finish_their_work_and_the_rest_of_it_goes_to_others(s
     stage.check_consistent()
 
 
-def test_a_maker_may_join_under_the_name_of_one_that_left_when_that_is_gone(stage):
+def test_a_new_maker_may_reuse_a_name_once_it_is_free(stage):
     stage.scale_to(2)
     first, held = stage.peers["maker-1"], stage.peers.hold("maker-1", "stop")
     for wanted in (1, 2):
@@ -186,7 +186,7 @@ def never_answer(stage):
 
 
 @pytest.mark.parametrize("fail", [die, not_load, never_answer])
-def test_without_a_maker_that_cannot_join_the_run_continues(stage, fail, caplog):
+def test_the_run_continues_without_a_maker_that_cannot_join(stage, fail, caplog):
     reason, create = fail(stage), stage.host.on_start
 
     def create_without_weights(name):
@@ -210,7 +210,7 @@ def test_without_a_maker_that_cannot_join_the_run_continues(stage, fail, caplog)
     stage.check_consistent()
 
 
-def test_a_lost_answer_of_a_maker_that_joins_is_asked_for_again(stage):
+def test_a_lost_report_of_a_new_maker_is_requested_again(stage):
     stage.host.on_start = lambda name: stage.peers.drop_reply(name, "report")
     stage.scale_to(2)
     stage.check_consistent()
@@ -261,7 +261,7 @@ def test_a_maker_that_never_loads_is_killed_and_counts_as_dead(stage):
     stage.check_consistent()
 
 
-def test_each_death_is_followed_by_a_longer_wait_up_to_a_limit():
+def test_the_restart_backoff_doubles_up_to_a_limit():
     stage, waits = Stage(max_restarts=9), []
     for _ in range(9):
         stage.die("maker-0")
@@ -273,7 +273,7 @@ def test_each_death_is_followed_by_a_longer_wait_up_to_a_limit():
     assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
 
 
-def test_a_maker_that_lived_long_enough_comes_back_at_once_when_it_dies_again(stage):
+def test_the_backoff_starts_over_for_a_maker_that_lived_long_enough(stage):
     for _ in range(3):
         stage.die("maker-0")
         CLOCK.now += 0.5
@@ -282,14 +282,14 @@ def test_a_maker_that_lived_long_enough_comes_back_at_once_when_it_dies_again(st
         CLOCK.now += 61.0
 
 
-def test_after_so_many_restarts_a_death_is_the_end_and_has_a_name():
+def test_a_death_beyond_the_restart_limit_ends_the_run_with_its_name():
     stage = Stage(makers=2, max_restarts=1)
     stage.die("maker-0")
     with pytest.raises(PeerDied, match=r"maker-1 died.*topology\.max_restarts allows 1 restart "):
         stage.die("maker-1")
 
 
-def test_restarts_of_long_ago_do_not_count():
+def test_old_restarts_do_not_count():
     stage = Stage(max_restarts=1)
     for _ in range(3):
         stage.die("maker-0")
@@ -299,7 +299,7 @@ def test_restarts_of_long_ago_do_not_count():
     assert stage.restarts.counts["makers"] == 3
 
 
-def test_what_a_maker_raises_is_not_repaired_by_another(stage):
+def test_an_exception_in_a_maker_causes_no_restart(stage):
     stage["maker-0"].fail(RewardError("no such judge"))
     with pytest.raises(RewardError, match="no such judge") as caught:
         stage.until(lambda: False)
@@ -307,7 +307,7 @@ def test_what_a_maker_raises_is_not_repaired_by_another(stage):
     assert stage.restarts.counts["makers"] == 0
 
 
-def test_a_maker_that_dies_while_it_leaves_is_gone_as_it_should_be(stage):
+def test_a_maker_that_dies_while_leaving_is_not_replaced(stage):
     stage.scale_to(2)
     stage.peers.hold("maker-1", "stop")
     stage.crew.target_makers = 1
@@ -332,7 +332,7 @@ def test_a_member_that_dies_while_others_join_is_replaced_and_they_join(stage):
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 3])
-def test_the_dead_are_replaced_if_they_are_still_wanted(wanted):
+def test_dead_makers_are_replaced_if_they_are_still_wanted(wanted):
     stage = Stage(makers=2)
     stage.die("maker-1")
     stage.crew.target_makers = wanted
@@ -355,7 +355,7 @@ def test_a_maker_that_joined_and_worked_is_replaced_like_the_first_ones(stage):
     stage.check_consistent()
 
 
-def test_a_maker_that_left_and_finds_no_room_to_come_back_costs_no_restart():
+def test_a_maker_that_left_and_finds_no_room_to_return_costs_no_restart():
     stage = Stage(makers=2)
     stage.scale_to(1)
     stage.host.on_start = lambda name: stage.peers.hold(name, "report")
@@ -369,7 +369,7 @@ def test_a_maker_that_left_and_finds_no_room_to_come_back_costs_no_restart():
     assert stage.restarts.counts["makers"] == 0
 
 
-def test_a_successor_that_still_loads_leaves_at_once(stage):
+def test_a_successor_that_is_still_loading_leaves_at_once(stage):
     stage.scale_to(2)
     stage.host.on_start = lambda name: stage.peers.hold(name, "report")
     stage.die("maker-1")
@@ -381,7 +381,7 @@ def test_a_successor_that_still_loads_leaves_at_once(stage):
     stage.check_consistent()
 
 
-def test_at_the_end_of_a_run_no_failure_of_a_maker_counts(stage):
+def test_failures_of_makers_at_the_end_of_a_run_are_ignored(stage):
     stage.scale_to(2)
     stage["maker-0"].fail(RewardError("no such judge"))
     stage.peers.kill("maker-1")
@@ -389,14 +389,14 @@ def test_at_the_end_of_a_run_no_failure_of_a_maker_counts(stage):
     stage.until(lambda: not stage.crew.working_makers)
 
 
-def test_a_maker_whose_report_raises_ends_the_run_with_that(stage):
+def test_an_exception_in_a_makers_report_ends_the_run(stage):
     stage["maker-0"].report = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError) as failure:
         stage.until(lambda: False)
     assert failure.value.__notes__ == ["raised in maker-0"]
 
 
-def test_a_maker_that_cannot_be_created_is_tried_again_until_the_restarts_are_used_up():
+def test_creating_a_maker_is_retried_until_the_restarts_are_used_up():
     stage = Stage(max_restarts=2)
 
     def refuse(name):

@@ -77,7 +77,7 @@ def test_hooks_episodes_epochs_and_remainder_come_in_the_order_of_the_contract(m
     assert trainer.trained[4:] == [[4, 5], [4, 5]]
 
 
-def test_the_buffer_takes_and_tells_while_fit_computes(make_trainer):
+def test_the_buffer_is_usable_while_fit_computes(make_trainer):
     trainer = make_trainer()
     in_step, may_go_on = threading.Event(), threading.Event()
 
@@ -134,7 +134,7 @@ def test_makers_that_die_while_fit_computes_are_an_error(make_trainer, makers):
         trainer.fit(2, 1)
 
 
-def test_a_maker_name_that_does_not_exist_is_named(make_trainer):
+def test_a_nonexistent_maker_is_named(make_trainer):
     trainer = make_trainer(["no-such-maker"], deadlines=QUICK.model_copy(update={"batch_seconds": 0.1}))
     with pytest.raises(DeadlineExceeded, match="no-such-maker is missing"):
         trainer.fit(1, 1)
@@ -147,7 +147,7 @@ def test_a_trainer_fed_by_hand_needs_no_makers(make_trainer):
     assert trainer.trained == [[0, 1], [2, 3]]
 
 
-def test_waiting_too_long_for_a_batch_says_what_is_there(make_trainer, makers):
+def test_a_batch_deadline_reports_the_buffers_contents(make_trainer, makers):
     trainer = make_trainer(["maker"], deadlines=QUICK.model_copy(update={"batch_seconds": 0.1}))
     trainer.buffer_extend(items(0, 1))
     with pytest.raises(DeadlineExceeded, match=r"1 are there.*maker is working"):
@@ -166,7 +166,7 @@ def test_the_same_delivery_twice_is_trained_on_once(make_trainer):
     assert trainer.buffer_get_length() == 0
 
 
-def test_items_without_a_delivery_id_are_never_taken_for_a_retry(make_trainer):
+def test_items_without_a_delivery_id_are_never_treated_as_retries(make_trainer):
     trainer = make_trainer()
     trainer.buffer_extend(items(0, 2))
     trainer.buffer_extend(items(0, 2))
@@ -246,7 +246,7 @@ def test_a_batch_that_is_given_back_does_not_count_as_trained_on(leasing):
     assert (state["ledger"]["num_trained"], state["ledger"]["picked"]) == (2, [2, 3])
 
 
-def test_fit_waits_for_leased_work_though_makers_are_finished_or_gone(leasing, makers):
+def test_fit_waits_for_leased_work_even_if_makers_are_finished_or_gone(leasing, makers):
     """The driver handles their failure, and other makers take over their leases."""
     makers["maker"].target.state = "finished"
     leases = ask(leasing, 1)
@@ -275,7 +275,7 @@ def test_the_same_leased_delivery_twice_is_trained_on_once(leasing):
     assert leasing.buffer_get_length() == 0
 
 
-def test_leased_samples_that_are_broken_are_refused_and_may_come_again(leasing):
+def test_malformed_leased_samples_are_refused_and_may_be_sent_again(leasing):
     sent = leased_items(ask(leasing, 1))
     good, sent[1].kl = sent[1].kl, sent[1].kl[:1]
     with pytest.raises(DataError, match=r"kl must be \[3\], got \[1\]"):
@@ -286,7 +286,7 @@ def test_leased_samples_that_are_broken_are_refused_and_may_come_again(leasing):
     assert leasing.trained == [[0, 1]]
 
 
-def test_waiting_too_long_for_leased_work_says_who_has_it(make_trainer):
+def test_a_batch_deadline_names_the_makers_that_hold_leases(make_trainer):
     rules = LedgerRules(samples_per_version=2, total_samples=8, lead=0, max_staleness=0)
     deadlines = QUICK.model_copy(update={"batch_seconds": 0.1})
     trainer = make_trainer(["slow", "quick"], buffer=LeasedBuffer(rules, 2), deadlines=deadlines)
@@ -298,7 +298,7 @@ def test_waiting_too_long_for_leased_work_says_who_has_it(make_trainer):
         trainer.fit(1, 1)
 
 
-def test_a_trainer_without_leases_grants_none_and_says_so(make_trainer):
+def test_a_trainer_without_leases_refuses_lease_requests(make_trainer):
     with pytest.raises(ConfigError, match=r"options\.rules"):
         make_trainer().lease(LeaseRequest("maker", 1, 0, 8))
 
@@ -317,7 +317,7 @@ def test_a_callback_that_raises_names_itself(make_trainer):
     assert trainer.progress().state == "failed"
 
 
-def test_stop_ends_fit_after_the_batch_in_work(make_trainer):
+def test_stop_ends_fit_after_the_current_batch(make_trainer):
     trainer = make_trainer()
     trainer.in_step = trainer.stop
     trainer.buffer_extend(items(0, 6))

@@ -92,7 +92,7 @@ def test_training_continues_from_a_checkpoint_to_the_bit(saved, tmp_path):
     assert equal(other.weights(), saved.weights())
 
 
-def test_random_numbers_continue_where_they_were(tmp_path):
+def test_random_state_is_restored(tmp_path):
     trainer = Trainer(tmp_path)
     trainer.save(1)
     expected = torch.rand(4)
@@ -101,7 +101,7 @@ def test_random_numbers_continue_where_they_were(tmp_path):
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_what_is_written_is_what_was_there_when_it_was_saved(saved, tmp_path, monkeypatch):
+def test_a_checkpoint_holds_the_state_at_the_time_of_saving(saved, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(module, "run_in_background", lambda call, name: calls.append(call) or Future())
     before = saved.weights()
@@ -114,7 +114,7 @@ def test_what_is_written_is_what_was_there_when_it_was_saved(saved, tmp_path, mo
     assert not equal(saved.weights(), before)
 
 
-def test_models_in_training_are_not_asked_for_their_state_by_what_writes_it(saved, tmp_path, monkeypatch):
+def test_the_writer_does_not_read_models_in_training(saved, tmp_path, monkeypatch):
     # With FSDP2, that would reshard them in the middle of a pass.
     calls, asked = [], []
     monkeypatch.setattr(module, "run_in_background", lambda call, name: calls.append(call) or Future())
@@ -126,7 +126,7 @@ def test_models_in_training_are_not_asked_for_their_state_by_what_writes_it(save
     assert find_checkpoint(tmp_path)[0].name == "version-2"
 
 
-def test_the_next_checkpoint_is_copied_only_after_the_one_before_it_is_written(tmp_path, monkeypatch):
+def test_the_next_checkpoint_is_copied_only_after_the_previous_one_is_written(tmp_path, monkeypatch):
     trainer = Trainer(tmp_path, warmup_steps=0)
     at_wait_or_copied, may_write = threading.Event(), threading.Event()
     wait, replace_folder = trainer.checkpoints.wait, module.replace_folder
@@ -162,7 +162,7 @@ def test_the_next_checkpoint_is_copied_only_after_the_one_before_it_is_written(t
     assert not equal(before, after)
 
 
-def test_a_write_that_does_not_end_is_waited_for_until_its_deadline(saved, monkeypatch):
+def test_waiting_for_a_stuck_write_has_a_deadline(saved, monkeypatch):
     monkeypatch.setattr(module, "run_in_background", lambda call, name: Future())
     saved.checkpoints.save(2, {})
     saved.checkpoints.write_seconds = 0.01
@@ -194,7 +194,7 @@ def test_samples_that_were_delivered_and_not_trained_on_are_trained_on_after_it(
         assert tensor.dtype == other.dtype
 
 
-def test_what_was_made_for_leases_granted_after_the_checkpoint_is_refused(tmp_path):
+def test_samples_for_leases_granted_after_the_checkpoint_are_refused(tmp_path):
     trainer = Trainer(tmp_path)
     trainer.save(1)
     late = trainer.buffer.lease(LeaseRequest("maker", 0, 0, 2))  # by a maker that survives
@@ -208,7 +208,7 @@ def test_what_was_made_for_leases_granted_after_the_checkpoint_is_refused(tmp_pa
         late = again
 
 
-def test_a_journal_leaves_out_what_a_resumed_run_made_again(tmp_path):
+def test_a_journal_omits_events_that_a_resumed_run_repeats(tmp_path):
     journal = tmp_path / "ledger" / "stream-0.jsonl"
     first = Trainer(tmp_path, journal=lambda: Journal(journal, RULES, run="r"))
     deliver(first.buffer, 0, 6)
@@ -240,7 +240,7 @@ def test_a_journal_leaves_out_what_a_resumed_run_made_again(tmp_path):
     assert replayed(RULES, content.events).state() == again.buffer._ledger.state()
 
 
-def test_a_run_that_starts_over_voids_its_journal_and_refuses_what_makers_hold(tmp_path):
+def test_a_restarted_run_voids_its_journal_and_refuses_old_leases(tmp_path):
     journal = tmp_path / "ledger" / "stream-0.jsonl"
     open_journal = lambda: Journal(journal, RULES, run="r")  # noqa: E731
     first = LeasedBuffer(RULES, 2, open_journal=open_journal)
@@ -275,7 +275,7 @@ def test_the_newest_few_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-10", "version-11", "version-9"]
 
 
-def test_folders_that_are_not_ours_stay_and_so_does_what_was_just_written(tmp_path):
+def test_foreign_folders_and_the_newest_checkpoint_are_kept(tmp_path):
     for version in (5, 250, 300):
         (tmp_path / f"version-{version}").mkdir()
         (tmp_path / f"version-{version}" / "mine.txt").write_text("mine")
@@ -381,7 +381,7 @@ def test_every_flipped_byte_and_every_cut_is_found(saved, tmp_path, caplog):
     assert find_checkpoint(tmp_path)[0].name == "version-2"
 
 
-def test_no_whole_checkpoint_is_an_error_and_no_fresh_start(saved, tmp_path):
+def test_a_missing_checkpoint_is_an_error_and_not_a_fresh_start(saved, tmp_path):
     with pytest.raises(CheckpointError, match="got none"):
         find_checkpoint(tmp_path / "elsewhere")
     (tmp_path / "version-1" / "state.json").write_text("{}")
@@ -435,7 +435,7 @@ def test_a_journal_that_is_behind_costs_the_checkpoint_of_all_ranks(tmp_path, mo
     trainer.buffer.close()
 
 
-def test_one_trainer_continues_what_two_have_saved_and_makes_their_unfinished_samples_again(tmp_path):
+def test_one_trainer_resumes_from_two_and_repeats_their_unfinished_samples(tmp_path):
     rules = [dataclasses.replace(RULES, stream=stream, num_streams=2) for stream in range(2)]
     first, second = (Trainer(tmp_path, rules=rules[stream]) for stream in range(2))
     for trainer, wanted in ((first, 5), (second, 3)):

@@ -130,7 +130,7 @@ def test_later_epochs_are_shuffled_differently_and_repeatably():
     assert len(set(offsets)) == 4  # no two epochs of a run share their order
 
 
-def test_when_data_ends_early_the_part_of_an_episode_is_trained_and_published(caplog):
+def test_when_data_ends_early_a_partial_episode_is_trained_and_published(caplog):
     recorder = Recorder(num_available=3)
     recorder.fit(6, 2, 2)
     assert recorder.num_fresh == 3
@@ -160,7 +160,7 @@ def test_a_stop_ends_training_after_the_episode():
     assert recorder.events[-1] == "fit_end"
 
 
-def test_a_stop_in_the_middle_of_an_episode_is_called_a_stop(caplog):
+def test_a_stop_in_the_middle_of_an_episode_is_reported_as_a_stop(caplog):
     # A batch source that returns None once stopped, as in both trainers.
     recorder = Recorder(num_available=3, should_stop=lambda: len(recorder.trained) >= 3)
     recorder.fit(10, 2)
@@ -220,7 +220,7 @@ def test_a_rank_without_data_takes_the_steps_of_the_others_with_empty_batches():
     assert set(asked) == {(True, False), (False, False)}
 
 
-def test_a_stopped_rank_says_so_and_not_that_it_has_no_data():
+def test_a_stopped_rank_reports_the_stop_and_not_missing_data():
     asked = []
 
     def agree(has_data, is_stopped):
@@ -233,7 +233,7 @@ def test_a_stopped_rank_says_so_and_not_that_it_has_no_data():
     assert asked == [(True, False), (True, False), (False, True)]
 
 
-def test_ranks_agree_on_a_stop_so_that_none_goes_on_alone():
+def test_ranks_agree_on_a_stop():
     asked = []
 
     def agree(*mine):
@@ -251,7 +251,7 @@ def test_ranks_agree_on_a_stop_so_that_none_goes_on_alone():
     ("arguments", "name"),
     [((0, 1, 1), "total_steps"), ((1, 0, 1), "update_steps"), ((1, 1, 0), "train_epochs")],
 )
-def test_zeros_are_refused_before_anything_happens(arguments, name):
+def test_zeros_are_refused_before_training_starts(arguments, name):
     recorder = Recorder()
     with pytest.raises(ConfigError, match=f"fit's {name} must be 1 or more, got 0"):
         recorder.fit(*arguments)

@@ -94,7 +94,7 @@ CORRECTIONS = [
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
-def test_on_policy_data_is_learnt_from_exactly_as_by_plain_ppo(models, plain, correction):
+def test_on_policy_steps_equal_plain_ppo_exactly(models, plain, correction):
     corrected, metrics = trained(models, make_batch(models), **correction)
     for name, tensor in plain[0.0].items():
         torch.testing.assert_close(corrected[name], tensor, atol=1e-12, rtol=0)
@@ -103,7 +103,7 @@ def test_on_policy_data_is_learnt_from_exactly_as_by_plain_ppo(models, plain, co
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
-def test_off_policy_data_is_learnt_from_differently(models, plain, correction):
+def test_off_policy_steps_differ_from_plain_ppo(models, plain, correction):
     corrected, metrics = trained(models, make_batch(models, shift=0.5), **correction)
     assert any((corrected[name] - tensor).abs().max() > 1e-6 for name, tensor in plain[0.5].items())
     assert metrics["off_policy/effective_samples"] < 0.99
@@ -151,7 +151,7 @@ def test_later_epochs_are_held_to_the_proximal_policy_of_the_first(models):
     assert metrics["policy/ratio_max"] > 1.0  # the policy has moved away from it
 
 
-def test_the_proximal_policy_is_asked_in_the_pass_itself(models):
+def test_proximal_log_probs_come_from_the_pass_itself(models):
     batch = make_batch(models, shift=0.5)
     expected, _ = action_logprobs(models[0], batch.sequences, batch.attention_mask, batch.num_actions)
     models[0].lora_dropout = torch.nn.Dropout(0.5)  # the learner turns it off
@@ -175,7 +175,7 @@ def test_an_empty_batch_gets_proximal_log_probs_like_those_of_other_ranks(models
     assert batch.proximal_log_probs.shape == (0, 1)
 
 
-def test_a_batch_that_was_prepared_travels_through_dataclass_copies(models):
+def test_proximal_log_probs_survive_dataclass_copies(models):
     batch = make_batch(models, shift=0.5)
     learner_of(models, correction="decoupled").step(batch)
     assert dataclasses.replace(batch).proximal_log_probs is not None

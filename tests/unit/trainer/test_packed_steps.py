@@ -118,7 +118,7 @@ def test_passes_keep_to_the_budget_compute_no_padding_and_give_the_same_step(tem
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-9)
 
 
-def test_where_padding_is_computed_it_counts(template, monkeypatch):
+def test_computed_padding_counts_towards_the_budget(template, monkeypatch):
     monkeypatch.setattr("coati.models.actor.scoring_problem", lambda model: "it is not to")
     learner = learner_of(template, micro_batch_tokens=20)
     seen = calls_of(learner.actor.model)
@@ -163,7 +163,7 @@ def test_a_step_never_holds_the_logits_of_the_batch(template, monkeypatch):
 
 
 @pytest.mark.parametrize("lora", [None, LoRASettings(rank=2)])
-def test_activations_made_anew_give_the_same_step(template, lora):
+def test_activation_checkpointing_gives_the_same_step(template, lora):
     models = template
     if lora is not None:
         torch.manual_seed(0)
@@ -182,7 +182,7 @@ def test_activations_made_anew_give_the_same_step(template, lora):
     assert not attention.training  # modules inside the blocks are not in training mode
 
 
-def test_blocks_that_apply_dropout_themselves_do_not_where_activations_are_made_anew():
+def test_activation_checkpointing_disables_dropout_inside_blocks():
     model = tiny.decoder("opt", dropout=0.5)
     ids, mask = torch.arange(3, 11).unsqueeze(0), torch.ones(1, 8, dtype=torch.long)
     expected = model(ids, mask).logits
@@ -191,7 +191,7 @@ def test_blocks_that_apply_dropout_themselves_do_not_where_activations_are_made_
     assert torch.equal(model(ids, mask).logits, expected)
 
 
-def test_models_that_cannot_make_activations_anew_or_have_no_blocks_are_refused():
+def test_models_without_checkpointing_or_blocks_are_refused():
     with pytest.raises(ConfigError, match=r"activation_checkpointing needs transformers models .* got Linear"):
         checkpoint_activations(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="compile needs a model with two or more blocks, got Linear"):
@@ -225,7 +225,7 @@ def test_compile_takes_the_blocks_and_nothing_else(template, monkeypatch):
     assert asked == [torch.device("cpu")]
 
 
-def test_adam_is_fused_and_other_optimizers_are_left_as_they_are():
+def test_adam_is_fused_and_other_optimizers_are_unchanged():
     adam, sgd = (make_optimizer(kind, nn.Linear(2, 2), 0.1) for kind in (torch.optim.Adam, torch.optim.SGD))
     assert adam.param_groups[0]["fused"]
     assert sgd.param_groups[0]["fused"] is None

@@ -90,7 +90,7 @@ def assert_same_steps(learner, twin, num_steps=2):
     ("label", "backward", "correction"),
     [("actor", False, "none"), ("actor", True, "decoupled"), ("critic", False, "decoupled")],
 )
-def test_a_step_that_starts_over_is_that_of_the_smaller_size(label, backward, correction):
+def test_a_step_that_starts_over_equals_one_of_the_smaller_size(label, backward, correction):
     learner, twin = make_learner(correction=correction), make_learner(16, correction=correction)
     with memory_for(20, learner, label, backward=backward) as seen:
         assert_same_steps(learner, twin)
@@ -106,7 +106,7 @@ def test_a_single_sample_that_does_not_fit_is_an_error_and_leaves_nothing_behind
     assert_same_steps(learner, twin)  # at the size that it had reached
 
 
-def test_activations_are_checkpointed_when_a_single_sample_does_not_fit_without():
+def test_checkpointing_is_turned_on_when_a_single_sample_does_not_fit():
     learner, twin = make_learner(), make_learner(16, activation_checkpointing=True)
     block = learner.actor.model.model.layers[0]
     with memory_for(lambda: 20 if block.gradient_checkpointing else 4, learner) as seen:
@@ -115,7 +115,7 @@ def test_activations_are_checkpointed_when_a_single_sample_does_not_fit_without(
     assert all(tokens <= 20 for tokens in seen[6:])
 
 
-def test_a_model_that_cannot_checkpoint_is_out_of_memory():
+def test_a_model_without_checkpointing_support_raises_out_of_memory():
     learner = make_learner()
     learner.models["critic"].body.supports_gradient_checkpointing = False
     with memory_for(4, learner, "critic"), pytest.raises(OutOfMemory, match="1 samples"):
@@ -123,7 +123,7 @@ def test_a_model_that_cannot_checkpoint_is_out_of_memory():
 
 
 @pytest.mark.parametrize("tokens", [64, 0])
-def test_a_number_is_not_changed(tokens):
+def test_a_fixed_size_is_not_changed(tokens):
     learner = make_learner(tokens)
     before = published(learner)
     with memory_for(20, learner) as seen, pytest.raises(OutOfMemory, match=r"train\.micro_batch_tokens.*to 20"):
@@ -132,7 +132,7 @@ def test_a_number_is_not_changed(tokens):
     assert all(torch.equal(tensor, before[name]) for name, tensor in published(learner).items())
 
 
-def test_the_hosts_memory_is_not_a_matter_of_passes():
+def test_running_out_of_host_memory_does_not_shrink_passes():
     learner = make_learner()
     error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
     with memory_for(20, learner, error=error) as seen, pytest.raises(OutOfMemory, match="DefaultCPUAllocator"):
@@ -150,7 +150,7 @@ def test_the_hosts_memory_is_not_a_matter_of_passes():
         ("cuda", 2, False, FIXED_PASS),  # a rank cannot abort a pass in which others wait for it
     ],
 )
-def test_auto_begins_with(monkeypatch, device, world_size, shards, expected):
+def test_auto_starts_with(monkeypatch, device, world_size, shards, expected):
     monkeypatch.setattr(steps_module, "FIXED_PASS", FIXED_PASS)
     strategy = SimpleNamespace(device=torch.device(device), world_size=world_size, shards_parameters=shards)
     size = PassSize(TrainSettings(), strategy, lambda: None)

@@ -182,7 +182,7 @@ def reference_step(batch, train, algorithm):
     return state, metrics
 
 
-def test_one_step_is_the_step_of_a_hand_written_loop():
+def test_one_step_equals_a_hand_written_loop():
     batch = make_batch(seed=1)
     batch.values[0, 0], batch.advantages[0, 0] = -4.0, 4.0  # target near the critic's output, old value far
     expected, expected_metrics = reference_step(batch, *sections(**SETTINGS))
@@ -414,7 +414,7 @@ def test_a_constant_rate_needs_no_total_and_may_warm_up():
     assert rates == [0.0, 0.5, 1.0, 1.0, 1.0]
 
 
-def test_every_metric_is_there_and_declared():
+def test_every_metric_is_present_and_declared():
     batch = make_batch()
     metrics = make_learner().step(batch)
     expected = {
@@ -506,7 +506,7 @@ def test_dropout_is_off_so_the_ratio_is_exactly_one_on_its_own_data():
     assert metrics["policy/clip_fraction"] == 0.0
 
 
-def test_the_critics_target_is_advantages_plus_values_whatever_whitening_does():
+def test_the_critics_target_is_advantages_plus_values_regardless_of_whitening():
     whitened, raw = make_learner(), make_learner(SETTINGS | {"whiten_advantages": False})
     metrics = [whitened.step(make_batch()), raw.step(make_batch())]
     one, other = weights(whitened), weights(raw)
@@ -532,7 +532,7 @@ def test_a_frozen_model_is_refused():
         make_learner(models=(actor, critic))
 
 
-def test_while_the_critic_warms_up_only_it_learns_also_after_a_resumption():
+def test_only_the_critic_learns_during_its_warmup_even_after_a_resume():
     learner = make_learner(SETTINGS | {"critic_warmup_steps": 2})
     seen = [weights(learner)]
     for _ in range(3):

@@ -59,7 +59,7 @@ def test_bad_arguments(build, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_cuda_without_cuda_is_a_clear_error():
+def test_requesting_cuda_without_cuda_is_a_clear_error():
     with pytest.raises(ConfigError, match="'cuda:1' needs CUDA"):
         DDPStrategy(device="cuda:1")
 
@@ -73,7 +73,7 @@ def test_the_seed_reaches_every_generator():
     assert all(a != b for a, b in zip(draws(7), draws(8), strict=True))
 
 
-def test_one_rank_talks_to_nobody():
+def test_one_rank_does_not_communicate():
     strategy = DDPStrategy(device="cpu")
     tensor = torch.tensor([2.0])
     assert strategy.all_reduce_sum(tensor) is tensor

@@ -38,7 +38,7 @@ def test_any_flipped_bit_changes_the_checksum(size, data):
     assert device_checksum(changed) != device_checksum(original)
 
 
-def test_the_checksum_counts_on_over_rows_by_hand(monkeypatch):
+def test_the_checksum_over_several_rows_by_hand(monkeypatch):
     words = torch.tensor([5, 6, 7, -1, 9], dtype=torch.int64)
     # 5·1 + 6·3 + 7·5 - 1·7 + 9·9 = 132 for any row length
     for row in (1, 2, 3, 5, 100):
@@ -56,7 +56,7 @@ def test_the_checksum_wraps_around():
 # Round trips.
 
 
-def test_weights_arrive_to_the_bit(make_models, memory, maker, fingerprint):
+def test_weights_arrive_bit_for_bit(make_models, memory, maker, fingerprint):
     sent = messages_of(make_models(7), memory=memory)
     assert len(sent.chunks) > 2
     assert all(isinstance(chunk.handle, CardHandle) and chunk.data is None for chunk in sent.chunks)
@@ -139,7 +139,7 @@ def test_a_damaged_update_is_rejected_whole_and_the_next_works(
 
 
 @pytest.mark.parametrize("is_lent", [True, False])
-def test_a_maker_without_room_for_an_update_says_so_and_the_next_works(
+def test_a_maker_out_of_memory_rejects_the_update_and_accepts_the_next(
     is_lent, make_models, memory, maker, fingerprint, monkeypatch
 ):
     before = fingerprint(maker.models)
@@ -162,14 +162,14 @@ def no_room(*_):
 # Which receivers can read it.
 
 
-def test_a_receiver_on_the_same_card_can_and_one_elsewhere_says_why_not(memory, maker):
+def test_only_a_receiver_on_the_same_gpu_can_share_memory(memory, maker):
     probe = memory.probe()
     assert maker.sharing_fault(probe) is None
     elsewhere = dataclasses.replace(probe.handle, card="GPU-7")
     assert "GPU-7" in maker.sharing_fault(dataclasses.replace(probe, handle=elsewhere))
 
 
-def test_memory_that_cannot_be_opened_or_reads_otherwise_is_a_fault_and_no_crash(memory, maker):
+def test_unreadable_or_changed_memory_is_reported_as_a_fault(memory, maker):
     probe = memory.probe()
     sent = messages_of({}, memory=memory)._replace(chunks=[probe])
     assert "invalid device" in maker.sharing_fault(a_handle_that_does_not_open(sent).chunks[0])

@@ -36,7 +36,7 @@ def replaced(sent, index, chunk):
 # Round trips.
 
 
-def test_actor_and_critic_arrive_to_the_bit(make_models, fingerprint, maker):
+def test_actor_and_critic_arrive_bit_for_bit(make_models, fingerprint, maker):
     sender = make_models(7)
     deliver(messages_of(sender, header=header_of(3)), maker)
     assert fingerprint(maker.models) == fingerprint(sender)
@@ -45,13 +45,13 @@ def test_actor_and_critic_arrive_to_the_bit(make_models, fingerprint, maker):
     assert maker.served.wait_for_full_update(0.0)
 
 
-def test_a_whole_update_may_come_in_one_message(make_models, fingerprint, maker):
+def test_a_whole_update_may_arrive_in_one_message(make_models, fingerprint, maker):
     sent = messages_of(make_models(7))
     maker.update_experience_maker(message=dataclasses.replace(sent.end(), is_start=True, chunks=tuple(sent.chunks)))
     assert fingerprint(maker.models) == fingerprint(make_models(7))
 
 
-def test_tied_weights_travel_once_and_stay_tied(make_models, maker):
+def test_tied_weights_are_sent_once_and_stay_tied(make_models, maker):
     sender = make_models(7)
     sent = messages_of(sender)
     names = [spec.name for info in sent.manifest.chunks for spec in info.tensors]
@@ -62,7 +62,7 @@ def test_tied_weights_travel_once_and_stay_tied(make_models, maker):
     assert torch.equal(maker.models["actor"].head.weight, sender["actor"].head.weight)
 
 
-def test_dtypes_travel_as_they_are(make_models):
+def test_dtypes_are_preserved(make_models):
     sent = messages_of(make_models(7))
     dtypes = {(info.module, spec.name): spec.dtype for info in sent.manifest.chunks for spec in info.tensors}
     assert dtypes["actor", "embedding.weight"] == torch.bfloat16
@@ -95,7 +95,7 @@ def test_transformers_models_round_trip_in_bfloat16(is_tied, fingerprint):
     assert next(maker.models["actor"].parameters()).dtype == torch.bfloat16
 
 
-def test_chunks_may_come_in_any_order_and_twice(make_models, fingerprint, maker):
+def test_chunks_may_arrive_in_any_order_and_twice(make_models, fingerprint, maker):
     sent = messages_of(make_models(7))
     assert len(sent.chunks) >= 3
     deliver(sent._replace(chunks=[*reversed(sent.chunks), *sent.chunks]), maker)
@@ -299,7 +299,7 @@ def test_a_message_under_another_header_is_rejected(header, position, make_model
     assert maker.served.version == 0
 
 
-def test_a_rejected_update_takes_no_more_messages(make_models, maker):
+def test_a_rejected_update_accepts_no_more_messages(make_models, maker):
     sent = messages_of(make_models(7))
     maker.update_experience_maker(message=sent.start())
     with pytest.raises(WeightUpdateError, match="its checksum is"):
@@ -354,7 +354,7 @@ def test_two_interleaved_senders_never_mix(make_models, fingerprint, maker):
     assert fingerprint(maker.models) == fingerprint(second)
 
 
-def test_an_update_that_begins_again_forgets_what_it_had(make_models, maker):
+def test_a_restarted_update_discards_earlier_chunks(make_models, maker):
     sent = messages_of(make_models(7))
     for message in (sent.start(), sent.part(sent.chunks[0]), sent.start(), *map(sent.part, sent.chunks[1:])):
         maker.update_experience_maker(message=message)
@@ -379,7 +379,7 @@ def test_a_dead_sender_locks_nothing_and_its_successor_replaces_what_it_left(mak
     assert fingerprint(maker.models) == fingerprint(make_models(7))
 
 
-def test_a_sender_that_begins_again_discards_only_its_own_unfinished_update(maker):
+def test_a_sender_that_restarts_discards_only_its_own_unfinished_update(maker):
     headers = [header_of(source=source, update_id=f"{source}{number}") for number, source in enumerate("aba")]
     for header in headers:
         maker.update_experience_maker(message=messages_of({}, header=header).start())
@@ -512,7 +512,7 @@ def test_an_empty_or_unopened_plain_update_is_refused(maker):
         plain(maker, chunk_end=True)
 
 
-def test_a_new_plain_start_discards_what_came_before_it(maker):
+def test_a_new_plain_start_discards_the_previous_update(maker):
     plain(maker, chunk_start=True)
     plain(maker, actor={"surprise": torch.zeros(1)})
     plain(maker, chunk_start=True)
@@ -525,7 +525,7 @@ def test_a_new_plain_start_discards_what_came_before_it(maker):
 
 @pytest.mark.parametrize("num_chunks", [1, 5, None], ids=["one chunk", "five", "all but the manifest"])
 @pytest.mark.parametrize("is_generating", [False, True], ids=["idle", "generating"])
-def test_half_an_update_of_a_dead_trainer_is_discarded_for_the_whole_one_of_its_successor(
+def test_a_dead_trainers_partial_update_is_discarded_for_its_successors_full_one(
     num_chunks, is_generating, make_models, fingerprint, maker
 ):
     deliver(messages_of(make_models(7), header=header_of(7)), maker)
@@ -551,7 +551,7 @@ def test_half_an_update_of_a_dead_trainer_is_discarded_for_the_whole_one_of_its_
     assert fingerprint(maker.models) == fingerprint(make_models(6))
 
 
-def test_a_late_start_of_a_dead_trainer_leaves_what_its_successor_has_begun(make_models, fingerprint, maker):
+def test_a_dead_trainers_late_start_does_not_disturb_its_successors_update(make_models, fingerprint, maker):
     deliver(messages_of(make_models(7), header=header_of(7)), maker)
     whole = messages_of(make_models(5), header=header_of(5, incarnation=1))
     maker.update_experience_maker(message=whole.start())
@@ -563,9 +563,7 @@ def test_a_late_start_of_a_dead_trainer_leaves_what_its_successor_has_begun(make
     assert fingerprint(maker.models) == fingerprint(make_models(5))
 
 
-def test_an_update_of_a_dead_trainer_that_waits_for_the_models_adds_nothing_to_that_of_its_successor(
-    make_models, fingerprint, maker
-):
+def test_a_dead_trainers_pending_update_adds_nothing_to_its_successors(make_models, fingerprint, maker):
     with maker.served.use():
         deliver(messages_of(make_models(8), header=header_of(8)), maker)
         deliver(messages_of(make_models(5), header=header_of(5, incarnation=1)), maker)
@@ -573,7 +571,7 @@ def test_an_update_of_a_dead_trainer_that_waits_for_the_models_adds_nothing_to_t
     assert (maker.served.version, maker.served.incarnation) == (5, 1)
 
 
-def test_the_first_update_of_trainers_that_were_started_again_holds_all_weights(make_models, fingerprint, maker):
+def test_the_first_update_of_restarted_trainers_must_hold_all_weights(make_models, fingerprint, maker):
     deliver(messages_of(make_models(7), header=header_of(7)), maker)
     actor_only = {"actor": make_models(8)["actor"]}
     with pytest.raises(WeightUpdateError, match="only part"):

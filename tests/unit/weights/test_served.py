@@ -59,7 +59,7 @@ class Worker:
         assert not self._thread.is_alive()
 
 
-def test_an_update_offered_while_nobody_works_is_committed_at_once(served_models, make_models, fingerprint):
+def test_an_update_offered_to_idle_models_is_committed_at_once(served_models, make_models, fingerprint):
     models, served = served_models
     newer = make_models(1)
     assert served.offer(update_of(newer, version=4))
@@ -135,14 +135,14 @@ def test_older_weights_never_replace_newer_ones(served_models, make_models, fing
     assert fingerprint(models) == fingerprint(make_models(7))
 
 
-def test_the_same_version_again_is_taken_again(served_models, make_models, fingerprint):
+def test_the_same_version_may_be_committed_again(served_models, make_models, fingerprint):
     models, served = served_models
     served.offer(update_of(make_models(1), version=1))
     assert served.offer(update_of(make_models(2), version=1)) is True
     assert fingerprint(models) == fingerprint(make_models(2))
 
 
-def test_waiting_for_a_version_ends_when_it_serves(served_models, make_models):
+def test_waiting_for_a_version_ends_when_it_is_committed(served_models, make_models):
     _, served = served_models
     assert served.wait_for_version(0, deadline_seconds=0.0) is True
     results = []
