@@ -166,7 +166,10 @@ def remote_error(name: str, cause: Exception) -> RemoteError:
 
 
 def wait_for_answer(call: "Future[Any]", what: str, *, seconds: float, who: str) -> Any:
-    """Return a call's result; raise what its method raised, or an error that names `who` was called and for `what`."""
+    """Return a call's result, or raise what its method raised; DeadlineExceeded after `seconds`, PeerDied on death.
+
+    `who` and `what` name the peer and its answer in error messages.
+    """
     try:
         return call.result(seconds)
     except TimeoutError:

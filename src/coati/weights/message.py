@@ -92,7 +92,7 @@ class Chunk:
     info: ChunkInfo
     data: np.ndarray | None = None
     """[n] uint8: the tensors at the offsets of `layout`; None with a handle."""
-    handle: "CardHandle | None" = None
+    handle: "BufferHandle | None" = None
     """Opens the same bytes in the sender's memory; None with `data`."""
 
 
@@ -160,28 +160,28 @@ def _fill(memory: Tensor, module: str, tensors: Mapping[str, Tensor]) -> ChunkIn
 
 
 @dataclasses.dataclass(frozen=True)
-class CardHandle:
+class BufferHandle:
     """Opens a GPU buffer in another process; for a CPU buffer it holds the buffer itself."""
 
-    card: str
+    device: str  # see `physical_device`
     key: Hashable  # identifies the buffer
     rebuild: Callable[..., Tensor] = dataclasses.field(compare=False)
     arguments: tuple[Any, ...] = dataclasses.field(compare=False)
 
     @classmethod
-    def of(cls, buffer: Tensor) -> "CardHandle":
+    def of(cls, buffer: Tensor) -> "BufferHandle":
         """Create the handle of a buffer."""
-        card = physical_device(buffer.device)
+        name = physical_device(buffer.device)
         if not buffer.is_cuda:
-            return cls(card, id(buffer), _identity, (buffer,))
+            return cls(name, id(buffer), _identity, (buffer,))
         rebuild, arguments = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
         key = arguments[_DEVICE_ARGUMENT + 1 : _DEVICE_ARGUMENT + 6]  # memory handle, size, offset, counter
-        return cls(card, key, rebuild, arguments)
+        return cls(name, key, rebuild, arguments)
 
     def open(self, device: torch.device) -> Tensor:
         """Open the buffer; fails where CUDA IPC does not work: MIG, separate containers, old drivers."""
-        if (here := physical_device(device)) != self.card:
-            raise OSError(f"it is on {self.card}, but this maker runs on {here}")
+        if (here := physical_device(device)) != self.device:
+            raise OSError(f"it is on {self.device}, but this maker runs on {here}")
         arguments = self.arguments
         if device.type == "cuda":  # the GPU may have another index in this process
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -201,7 +201,7 @@ class CardMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: dict[int, tuple[Tensor, CardHandle]] = {}
+        self._buffers: dict[int, tuple[Tensor, BufferHandle]] = {}
 
     def probe(self) -> Chunk:
         """Return a small chunk for receivers to try. Raises RuntimeError if this system cannot share GPU memory."""
@@ -213,7 +213,7 @@ class CardMemory:
         size = layout(specs_of(tensors))[1]
         if index not in self._buffers or self._buffers[index][0].numel() < size:
             buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
-            self._buffers[index] = buffer, CardHandle.of(buffer)
+            self._buffers[index] = buffer, BufferHandle.of(buffer)
         buffer, handle = self._buffers[index]
         return Chunk(index=index, info=_fill(buffer[:size], module, tensors), handle=handle)
 
@@ -223,7 +223,7 @@ class ChunkReader:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._open: dict[int, tuple[CardHandle, Tensor]] = {}  # by chunk index
+        self._open: dict[int, tuple[BufferHandle, Tensor]] = {}  # by chunk index
         self._stream: torch.cuda.Stream | None = None
 
     def read(self, chunk: Chunk) -> dict[str, Tensor]:
@@ -242,7 +242,7 @@ class ChunkReader:
                 raise ValueError(f"its checksum is {found:#x}, but was {info.checksum:#x} when it was sent")
         return tensor_views(data, info.tensors)
 
-    def _open_buffer(self, index: int, handle: CardHandle) -> Tensor:
+    def _open_buffer(self, index: int, handle: BufferHandle) -> Tensor:
         if index not in self._open or self._open[index][0] != handle:
             self._open[index] = handle, handle.open(self.device)
         return self._open[index][1]

@@ -11,7 +11,7 @@ from weight_testing import deliver, header_of, messages_of
 
 from coati.errors import OutOfMemory, WeightUpdateError
 from coati.weights import message as transports
-from coati.weights.message import CardHandle, CardMemory, copy_all, device_checksum
+from coati.weights.message import BufferHandle, CardMemory, copy_all, device_checksum
 
 CPU = torch.device("cpu")
 
@@ -59,7 +59,7 @@ def test_the_checksum_wraps_around():
 def test_weights_arrive_bit_for_bit(make_models, memory, maker, fingerprint):
     sent = messages_of(make_models(7), memory=memory)
     assert len(sent.chunks) > 2
-    assert all(isinstance(chunk.handle, CardHandle) and chunk.data is None for chunk in sent.chunks)
+    assert all(isinstance(chunk.handle, BufferHandle) and chunk.data is None for chunk in sent.chunks)
     assert sent.nbytes == 40 + 80 + 8 + 2 + 20
     deliver(sent, maker)
     assert fingerprint(maker.models) == fingerprint(make_models(7))
@@ -108,7 +108,7 @@ def a_handle_that_does_not_open(sent):
     def fail(*_):
         raise RuntimeError("invalid device context")
 
-    return changed(sent, handle=CardHandle("cpu", "gone", fail, (0,)))
+    return changed(sent, handle=BufferHandle("cpu", "gone", fail, (0,)))
 
 
 def a_handle_of_another_chunk(sent):
@@ -165,7 +165,7 @@ def no_room(*_):
 def test_only_a_receiver_on_the_same_gpu_can_share_memory(memory, maker):
     probe = memory.probe()
     assert maker.sharing_fault(probe) is None
-    elsewhere = dataclasses.replace(probe.handle, card="GPU-7")
+    elsewhere = dataclasses.replace(probe.handle, device="GPU-7")
     assert "GPU-7" in maker.sharing_fault(dataclasses.replace(probe, handle=elsewhere))
 
 

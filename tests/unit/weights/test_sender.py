@@ -15,7 +15,7 @@ from weight_testing import Maker, PlainStrategy, deliver, header_of, make_sender
 from coati.errors import ActorNotFound, PeerUnavailable, WeightUpdateError
 from coati.peers import LocalPeer, LocalPeers, Peer, remote_error
 from coati.weights import sender as sender_module
-from coati.weights.message import CardHandle, CardMemory, WeightMessage, checksum_of
+from coati.weights.message import BufferHandle, CardMemory, WeightMessage, checksum_of
 from coati.weights.sender import MAX_CHUNKS_IN_FLIGHT, UpdateCalls, _Maker
 
 UPDATE = "update_experience_maker"
@@ -82,7 +82,7 @@ class Lent(CardMemory):
 # Delivery.
 
 
-@pytest.mark.parametrize("make_shared", [None, Lent], ids=["by value", "card"])
+@pytest.mark.parametrize("make_shared", [None, Lent], ids=["by value", "shared memory"])
 def test_all_makers_serve_what_was_sent(make_shared, make_models, fingerprint):
     makers = {name: Maker(make_models(0)) for name in ("a", "b")}
     models = make_models(1)
@@ -555,7 +555,7 @@ def test_without_shared_memory_weights_are_sent_by_value_with_a_warning(trained,
     def refuse(buffer):
         raise RuntimeError("IPC is not supported")
 
-    monkeypatch.setattr("coati.weights.message.CardHandle.of", refuse)
+    monkeypatch.setattr("coati.weights.message.BufferHandle.of", refuse)
     peers = ThreadPeers(maker=Maker(make_models(0)))
     sender = make_sender(trained, peers, ["maker"], shared=Lent())
     sender.send(1)
@@ -799,7 +799,7 @@ class Shared(Lent):
     def make_chunk(self, index, module, tensors):
         chunk = super().make_chunk(index, module, tensors)
         BUFFERS[index] = self._buffers[index][0]
-        handle = CardHandle("cpu", index, opened, (index,))
+        handle = BufferHandle("cpu", index, opened, (index,))
         return dataclasses.replace(chunk, handle=handle)
 
 
