@@ -24,7 +24,7 @@ class Host:
     """Whether makers in other processes may read weights directly from this process's GPU memory."""
 
     def __init__(self, name: str = "", peers: Peers | None = None, stop: threading.Event | None = None) -> None:
-        """`name` is the name under which peers find the trainer or maker; setting `stop` ends its loop."""
+        """Peers find the trainer or maker under `name`; setting `stop` ends its loop."""
         self.name = name
         self.peers = peers or LocalPeers()
         self.stop = stop or threading.Event()
@@ -63,7 +63,7 @@ class Report(NamedTuple):
 
 
 class Worker:
-    """A trainer or a maker. These methods may be called from other threads while the loop runs."""
+    """A trainer or a maker. `stop`, `progress` and `report` may be called from other threads while the loop runs."""
 
     host_class: Callable[[], Host] = Host
     """Creates the host if none is passed."""

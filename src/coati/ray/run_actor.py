@@ -52,9 +52,9 @@ class RunActor:
         self._commands[method, about] = self.peer.call(method, *args), args
 
     def retry_lost_commands(self) -> None:
-        """Retry orders whose connection broke, or that hit a deadline while a training step held the actor up.
+        """Retry commands whose connection broke, or that hit a deadline while a training step held the actor up.
 
-        Raises any other exception that an order raised.
+        Raises any other exception of a command.
         """
         for (method, about), (call, args) in list(self._commands.items()):
             if not call.done():

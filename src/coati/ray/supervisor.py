@@ -45,7 +45,7 @@ _DEATH_SECONDS = 20.0
 
 
 class Supervisor:
-    """Supervises the makers and trainers of a run. Not thread-safe; every wait is bounded."""
+    """Supervises the makers and trainers of a run. Every wait is bounded."""
 
     def __init__(self, config: RunSettings, factory: ActorFactory, log: RunLog, *, remedy: str = "") -> None:
         """`remedy` ends the error message of a death that ends the run."""

@@ -43,7 +43,7 @@ class _Stage:
 
 
 class WeightReceiver:
-    """Receives updates for the modules of a `ServedModels`. Not thread-safe."""
+    """Receives updates for the modules of a `ServedModels`. Calls that receive must not overlap."""
 
     def __init__(self, served: ServedModels, *, allow_partial_plain: bool = False) -> None:
         """`allow_partial_plain`: whether plain calls may send only adapters."""

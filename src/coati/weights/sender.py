@@ -55,7 +55,7 @@ _MEMORY_REMEDY = (
 
 
 class WeightSender:
-    """Sends versions of a learner's weights, with at most one update in flight. Not thread-safe.
+    """Sends versions of a learner's weights, with at most one update in flight.
 
     `begin_update` and `publish` return once the weights have been read. Later errors are raised by `end_update` for an
     update from `begin_update`, and by `check` or the next `publish` for one from `publish`.
