@@ -25,7 +25,7 @@ from coati.peers import Peers, wait_for_answer
 from coati.ray.peers import RayPeer, RayPeers
 
 _ANSWER_SECONDS = 60.0
-# Number of delivery ids that are remembered, to recognise retries; a maker has at most two unacknowledged deliveries.
+# Number of delivery ids that are remembered, to recognize retries; a maker has at most two unacknowledged deliveries.
 _DELIVERIES_KEPT = 1000
 _POLL_SECONDS = 2.0
 # A maker in one of these states makes no more experience, unless its loop is restarted.

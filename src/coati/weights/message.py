@@ -29,7 +29,7 @@ from coati.devices import device_errors_explained
 from coati.models.lora import LayerLoRA
 from coati.wire import tensor_of
 
-# Tensors in a buffer start at multiples of this, so that every dtype and vectorised loads are aligned.
+# Tensors in a buffer start at multiples of this, so that every dtype and vectorized loads are aligned.
 ALIGNMENT = 256
 _MEMORY_REMEDY = (
     "An update is staged next to the serving weights: give the maker more of the GPU (topology.gpus_per_maker), or "
