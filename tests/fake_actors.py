@@ -1,4 +1,4 @@
-"""Makers and trainers of a run on threads, for tests of what the driver does with them."""
+"""Fake makers and trainers on threads, for tests of the driver."""
 
 import threading
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from coati.ray.actor_factory import ActorFactory
 
 
 class Actor:
-    """Works until it is told to stop, or to fail with an error."""
+    """Works until it is stopped, or made to fail with an error."""
 
     def __init__(self):
         self.records, self.spans, self.ended = RecordLog(), RecordLog(), threading.Event()
@@ -48,7 +48,7 @@ class Trainer(Actor):
         super().__init__()
         self.saved, self.is_synced, self.num_full_disks = [], False, 0
         self.makers, self.released = None, []
-        self.story = []  # what it was told of makers
+        self.story = []  # the calls that it received about makers
 
     def fit(self, total_steps, update_steps, epochs):
         assert self.is_synced
@@ -100,11 +100,11 @@ class Host:
 
 
 class Factory(ActorFactory):
-    """Has a host create its actors."""
+    """Creates its actors on a `Host`."""
 
     def __init__(self, config, *, host, parts=None):
         super().__init__(config, parts=parts)
         self._start, self.kill = host.start, host.kill
 
-    def _find_meeting(self, name, num_gpus):
+    def _find_rendezvous(self, name, num_gpus):
         return SimpleNamespace(result=lambda seconds: ("ab" * 28, "127.0.0.1", 4711))

@@ -1,18 +1,18 @@
-"""Peers that are plain objects in this process, for tests of what happens between actors.
+"""Peers that are plain objects in this process, for tests of the calls between actors.
 
     peers = ThreadPeers(trainer=Sink())
     sender = ItemSender(["trainer"], peers=peers, …)
 
-Each call runs on a thread of its peer: one thread for each concurrency group (of `ray.method`), calls in order, as in a
-Ray actor. Arguments and results are pickled on the way. Tests decide what goes wrong, at named points of the n-th call
-of a method ("before" it runs, or "after" it ran and before its result is sent):
+Each peer runs its calls on threads, one per concurrency group (of `ray.method`) and in order, as a Ray actor does.
+Arguments and results are pickled. Tests inject faults at two points of the n-th call of a method: "before" it runs, and
+"after" it has run but before its result is sent:
 
     held = peers.hold("trainer", "buffer_extend", "before", nth=2)
-    held.reached()    # waits until the call is there
+    held.reached()    # waits until the call is held
     held.release()
     peers.kill_at("trainer", "buffer_extend", "after")
-    peers.drop_reply("trainer", "buffer_extend")    # it ran; its caller gets PeerUnavailable
-    peers.drop_call("trainer", "buffer_extend")     # it never ran; the same for its caller
+    peers.drop_reply("trainer", "buffer_extend")    # the method runs; the caller gets PeerUnavailable
+    peers.drop_call("trainer", "buffer_extend")     # the method never runs; the caller gets PeerUnavailable
     peers.kill("trainer")
 """
 
@@ -24,7 +24,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from coati.errors import PeerDied, PeerUnavailable
 from coati.peers import Peer, Peers, remote_error
 
-PATIENCE = 60.0  # seconds that a test waits for what should come at once, on however busy a machine
+PATIENCE = 60.0  # timeout in seconds for events that should happen at once, generous for busy machines
 
 
 class ThreadCall(Future):
@@ -34,7 +34,7 @@ class ThreadCall(Future):
         self.args, self.kwargs = args, kwargs
 
     def settle(self, value=None, error=None):
-        """Only the first outcome counts: a killed peer's late result is dropped."""
+        """Set the outcome if there is none yet, so that a killed peer's late result is dropped."""
         try:
             self.set_exception(error) if error is not None else self.set_result(value)
         except InvalidStateError:
@@ -42,7 +42,7 @@ class ThreadCall(Future):
 
 
 class Hold:
-    """A call that waits at a point until it is released."""
+    """Holds a call at a point until it is released."""
 
     def __init__(self):
         self._reached, self._released = threading.Event(), threading.Event()
@@ -52,7 +52,7 @@ class Hold:
         self._released.wait(PATIENCE)
 
     def reached(self, timeout=PATIENCE):
-        assert self._reached.wait(timeout), "no call came to the point where it is to be held"
+        assert self._reached.wait(timeout), "no call reached the point at which to hold it"
 
     @property
     def is_reached(self):
@@ -67,7 +67,7 @@ class _Dropped(Exception):
 
 
 def lose(peer):
-    """Lose a call, or its result: an action for `ThreadPeer.at`."""
+    """Drop a call or its result; an action for `ThreadPeer.at`."""
     raise _Dropped
 
 
@@ -76,7 +76,7 @@ class ThreadPeer(Peer):
         super().__init__(name)
         self.target = target
         self.is_alive = True
-        self.calls = []  # (method, args, kwargs) of all calls, as they were sent
+        self.calls = []  # (method, args, kwargs) of all calls, as sent
         self._queues = {}
         self._counts = {}
         self._actions = {}  # (method, point) -> {nth: action}
@@ -108,11 +108,11 @@ class ThreadPeer(Peer):
             call.settle(error=PeerDied(f"{self.name} was killed by the test"))
 
     def drain(self):
-        """Wait until every call so far has ended."""
+        """Wait until all calls made so far have ended."""
         wait(list(self._open), PATIENCE)
 
     def at(self, method, point, action, nth):
-        """Do `action(peer)` at a point of the nth call of a method from now on; `nth=None`: of every call."""
+        """Run `action(peer)` at a point of the nth call of a method from now on, or of every call if `nth` is None."""
         seen = self._counts.get(method, 0)
         self._actions.setdefault((method, point), {})[None if nth is None else seen + nth] = action
 
@@ -166,7 +166,7 @@ class ThreadPeers(Peers):
             self.add(name, target)
 
     def add(self, name, target):
-        """Let `target` be the peer of this name from now on; returns the peer."""
+        """Make `target` the peer of this name; return the peer."""
         self._peers[name] = ThreadPeer(name, target)
         return self._peers[name]
 
@@ -205,7 +205,7 @@ class ThreadPeers(Peers):
 
 
 class LocalQueue:
-    """A replay buffer's queue in this process. Entries are pickled, as on their way to an actor."""
+    """A replay buffer's queue in this process. Entries are pickled, as for an actor."""
 
     def __init__(self):
         self._entries = []

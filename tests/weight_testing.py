@@ -1,4 +1,4 @@
-"""Senders and receivers of weights in one process, and updates made by hand.
+"""Weight senders and receivers in one process, and hand-made updates.
 
 maker = Maker(models)
 sender = make_sender(models, ThreadPeers(maker=maker), ["maker"])
@@ -24,7 +24,7 @@ from coati.weights.served import ServedModels
 
 
 class Maker:
-    """The weight side of a maker, as a sender calls it."""
+    """The part of a maker that a weight sender calls."""
 
     def __init__(self, models, *, name="this maker", **options):
         self.models = models
@@ -33,8 +33,8 @@ class Maker:
 
     @property
     def open_updates(self):
-        """Ids of the updates that have begun and not ended."""
-        return tuple(stage.header.update_id for stage in self.receiver._open.values())
+        """Ids of the updates in progress."""
+        return tuple(stage.header.update_id for stage in self.receiver._stages.values())
 
     def update_experience_maker(self, *, message):
         self.receiver.receive(message)
@@ -44,15 +44,15 @@ class Maker:
 
 
 class PlainStrategy:
-    """One rank on the CPU, whose models are whole."""
+    """A single CPU rank with whole models."""
 
     world_size, device, compute_dtype = 1, torch.device("cpu"), None
 
     def unwrap_model(self, model):
         return model
 
-    def any_rank(self, is_so):
-        return is_so
+    def any_rank(self, condition):
+        return condition
 
     def get_model_state_dict_shard(self, model, *, shard_size=64, dtype=None, names=None):
         for chunk in iter_state_chunks(model, max_bytes=int(shard_size * 2**20), names=names):
@@ -60,7 +60,7 @@ class PlainStrategy:
 
 
 def make_sender(models, peers, names, *, strategy=None, seconds=60.0, timeline=None, shared=None, **options):
-    """A sender with chunks of 64 bytes."""
+    """Create a sender with chunks of 64 bytes."""
     recipients = Recipients(peers, names, Deadlines(start_seconds=seconds, update_seconds=seconds))
     settings = TopologySettings(**{"chunk_mib": 64 / 2**20} | options)
     timeline = timeline or Timeline()
@@ -88,25 +88,25 @@ class Sent(NamedTuple):
         return sum(chunk.info.nbytes for chunk in self.chunks)
 
     def listing(self, *chunks):
-        """The update with other chunks, numbered and hashed as an honest sender does, and a manifest that fits."""
+        """Return the update with other chunks, numbered and hashed correctly, and a matching manifest."""
         numbered = [hashed(dataclasses.replace(chunk, index=index)) for index, chunk in enumerate(chunks)]
         manifest = dataclasses.replace(self.manifest, chunks=tuple(chunk.info for chunk in numbered))
         return self._replace(chunks=numbered, manifest=manifest)
 
 
 def header_of(version=1, source="trainer 0", **options):
-    """A header with an id of its own."""
+    """Create a header with a unique id."""
     return UpdateHeader(**{"update_id": uuid.uuid4().hex, "version": version, "source": source} | options)
 
 
 def hashed(chunk):
-    """A chunk by value with the checksum of its bytes."""
+    """Return a chunk by value with the checksum of its bytes."""
     info = dataclasses.replace(chunk.info, checksum=checksum_of(chunk.info, torch.from_numpy(chunk.data.copy())))
     return dataclasses.replace(chunk, info=info)
 
 
 def value_chunk(module, tensors, index=0):
-    """A chunk by value, with its checksum."""
+    """Create a chunk by value, with its checksum."""
     return made_by_value(index, module, tensors)
 
 
@@ -115,14 +115,14 @@ def trainable(model):
 
 
 def state_of(models, *, max_bytes=64, is_full=True):
-    """Copies of the weights, in chunks; without `is_full` of what can be trained."""
+    """Yield copies of the weights in chunks; without `is_full`, only of the trainable ones."""
     for label, model in models.items():
         for tensors in iter_state_chunks(model, max_bytes=max_bytes, names=None if is_full else trainable(model)):
             yield label, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def messages_of(models, *, memory=None, header=None, is_full=True, max_bytes=64):
-    """All messages of one update, as a sender makes them."""
+    """Create all messages of an update, as a sender does."""
     header, make = header or header_of(), made_by_value if memory is None else memory.make_chunk
     states = state_of(models, max_bytes=max_bytes, is_full=is_full)
     chunks = [make(index, *state) for index, state in enumerate(states)]
@@ -135,14 +135,14 @@ def messages_of(models, *, memory=None, header=None, is_full=True, max_bytes=64)
 
 
 def deliver(sent, *makers):
-    """Send an update to makers, one message after the other."""
+    """Send an update to makers, message by message."""
     for maker in makers:
         for message in (sent.start(), *map(sent.part, sent.chunks), sent.end()):
             maker.update_experience_maker(message=message)
 
 
 class Noting:
-    """A maker that takes everything and notes the versions of updates."""
+    """A maker that accepts all updates and records their versions."""
 
     def __init__(self):
         self.updates = []
@@ -156,7 +156,7 @@ class Noting:
 
 
 def connect(trainer, **makers):
-    """Let a trainer in this process send its weights to these objects; returns the peers."""
+    """Make a trainer in this process send its weights to these objects; return the peers."""
     peers = ThreadPeers(**makers)
     trainer._sender.recipients = Recipients(peers, list(makers), Deadlines(start_seconds=60.0, update_seconds=60.0))
     return peers

@@ -1,4 +1,4 @@
-"""Calls that run in the background, on daemon threads that no process waits for at its end."""
+"""Runs calls in the background on daemon threads, which do not keep a process alive."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def run_in_background(call: Callable[[], T], *, name: str) -> "Future[T]":
-    """Run one call on a thread of its own."""
+    """Run one call on a new thread."""
     worker = BackgroundThread(name=name)
     future = worker.run(call)
     worker.close()
@@ -18,7 +18,7 @@ def run_in_background(call: Callable[[], T], *, name: str) -> "Future[T]":
 
 
 class BackgroundThread:
-    """Runs calls one after the other, in the order they come, all on one thread.
+    """Runs calls on one thread, one at a time, in the order of submission.
 
     >>> worker = BackgroundThread(name="worker")
     >>> len({worker.run(threading.get_ident).result(timeout=10) for _ in range(3)})
@@ -31,13 +31,13 @@ class BackgroundThread:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     def run(self, call: Callable[[], T]) -> "Future[T]":
-        """Make the call when those before it have ended."""
+        """Queue the call; it runs when all earlier calls have finished."""
         future: Future[T] = Future()
 
         def resolve() -> None:
             try:
                 future.set_result(call())
-            except BaseException as error:  # raised where the result is asked for
+            except BaseException as error:  # `Future.result` raises it
                 future.set_exception(error)
 
         if self._calls is None:
@@ -47,7 +47,7 @@ class BackgroundThread:
         return future
 
     def close(self) -> None:
-        """Let the thread end after the calls it has; later calls get a new one, past a call that is stuck."""
+        """Let the thread end after its queued calls. Later calls run on a new thread, even if a call is stuck."""
         if self._calls is not None:
             self._calls.put(None)
             self._calls = None
@@ -56,10 +56,10 @@ class BackgroundThread:
         self.close()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_calls": None}  # a copy starts a thread of its own
+        return {**self.__dict__, "_calls": None}  # a copy starts its own thread
 
 
 def _work(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (resolve := calls.get()) is not None:
         resolve()
-        del resolve  # or what the call refers to would live until the next one
+        del resolve  # otherwise the objects that the call refers to would live until the next call

@@ -1,8 +1,8 @@
-"""Calls between the actors of a run, without Ray: named peers, pending calls and the ways in which a call can fail.
+"""Calls between the actors of a run, independent of Ray: named peers, pending calls and how a call can fail.
 
-`coati.ray.peers` implements it over Ray actors; the tests implement it over threads. A call is a `Future` that ends in
-one of four ways: a value, `RemoteError` (the method raised), `PeerDied` (the peer is gone and so is the call) or
-`PeerUnavailable` (the connection broke: the method may have run or not).
+`coati.ray.peers` implements this interface over Ray actors; the tests implement it over threads. A call is a `Future`
+with one of four outcomes: a value, `RemoteError` (the method raised), `PeerDied` (the peer is gone, and the call with
+it) or `PeerUnavailable` (the connection broke; the method may or may not have run).
 """
 
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
 _POLL_SECONDS = 0.1
-_MESSAGE_SECONDS = 30.0  # between two messages about the same wait
+_MESSAGE_SECONDS = 30.0  # interval between log messages about the same wait
 
 
 class Peer(ABC):
@@ -30,21 +30,21 @@ class Peer(ABC):
 
     @abstractmethod
     def call(self, method: str, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """Start a call; arguments are copied. Never waits, never raises for a dead peer.
+        """Start a call; arguments are copied. Never waits, and never raises for a dead peer.
 
-        AttributeError if the peer has no such method: those that users write may lack optional ones.
+        Raises AttributeError if the peer has no such method: user-defined peers may lack optional ones.
         """
 
 
 class Peers(ABC):
-    """Finds peers by name. A peer that was found is kept, so that its death is noticed instead of waited out."""
+    """Finds peers by name. A peer is cached once found, so that calls to it fail when it dies instead of waiting."""
 
     def __init__(self) -> None:
         self._known: dict[str, Peer] = {}
 
     @abstractmethod
     def _lookup(self, name: str) -> Peer | None:
-        """Return the peer that has this name now. A dead peer loses its name."""
+        """Return the peer that has this name now; a dead peer has none."""
 
     @abstractmethod
     def _names(self) -> Iterable[str]:
@@ -52,16 +52,16 @@ class Peers(ABC):
 
     @abstractmethod
     def share(self, value: Any) -> Any:
-        """Store a value once, to be an argument of several calls; methods get the value itself."""
+        """Store a value once to pass it to several calls; the methods receive the value itself."""
 
     def find_now(self, name: str) -> Peer | None:
-        """Return the peer of this name, which may have died since it was found; None if there is none yet."""
+        """Return the peer of this name, without waiting; None if none has been seen. It may have died since."""
         if name not in self._known and (found := self._lookup(name)) is not None:
             self._known[name] = found
         return self._known.get(name)
 
     def find(self, name: str, *, role: str, timeout: float) -> Peer:
-        """Return the peer of this name; wait for it to appear, because actors start in any order.
+        """Return the peer of this name, waiting for it to appear, because actors start in any order.
 
         Raises ActorNotFound after `timeout` seconds.
         """
@@ -82,7 +82,7 @@ class Peers(ABC):
             raise ActorNotFound(
                 f"no {role} actor named {name!r} appeared within {timeout:g} s. Existing actors: "
                 f"{', '.join(sorted(self._names())) or 'none'}. Create it with .options(name={name!r}) in the same Ray "
-                "namespace, or correct the name list."
+                "namespace, or correct the list of names."
             ) from None
         assert peer is not None
         return peer
@@ -90,16 +90,17 @@ class Peers(ABC):
     def ask(
         self, name: str, method: str, *args: Any, what: str, seconds: float, should_stop: Callable[[], bool]
     ) -> Any:
-        """Call a method, again if the connection breaks, and return its answer; None if the peer is gone.
+        """Call a method, retrying if the connection breaks, and return its answer; None if the peer is gone.
 
-        Raises what the method raised, and DeadlineExceeded, which says `what` was asked for.
+        Also returns None if a retry is due but `should_stop()` is true. Raises what the method raised, or
+        DeadlineExceeded after `seconds`; `what` is the answer's name in messages.
         """
         until = time.monotonic() + seconds
         while (peer := self.find_now(name)) is not None:
             try:
                 return peer.call(method, *args).result(max(0.0, until - time.monotonic()))
             except PeerDied:
-                self.forget(name)  # its successor may take its name
+                self.forget(name)  # a successor may take its name
                 break
             except (PeerUnavailable, TimeoutError):
                 if time.monotonic() >= until:
@@ -113,7 +114,7 @@ class Peers(ABC):
         return None
 
     def forget(self, name: str) -> None:
-        """Look the name up again next time: another peer may take it."""
+        """Drop the cached peer of this name, so that the next call looks the name up again."""
         self._known.pop(name, None)
 
 
@@ -125,7 +126,7 @@ class LocalPeer(Peer):
         self._target = target
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """Make the call, in the caller's thread."""
+        """Run the call in the caller's thread."""
         function, call = getattr(self._target, method), Future[Any]()
         try:
             call.set_result(function(*args, **kwargs))
@@ -143,7 +144,7 @@ class LocalPeers(Peers):
         self.add(**targets)
 
     def add(self, **targets: Any) -> None:
-        """Have these objects under their names from now on."""
+        """Register these objects under their names."""
         self._peers |= {name: LocalPeer(name, target) for name, target in targets.items()}
 
     def _lookup(self, name: str) -> LocalPeer | None:
@@ -153,19 +154,22 @@ class LocalPeers(Peers):
         return self._peers
 
     def share(self, value: Any) -> Any:
-        """Return the value: nothing is copied here."""
+        """Return the value itself; nothing is copied in one process."""
         return value
 
 
 def remote_error(name: str, cause: Exception) -> RemoteError:
-    """Wrap what a method of the peer `name` raised."""
+    """Wrap an exception that a method of the peer `name` raised."""
     error = RemoteError(f"{name}: {cause}")
     error.cause = cause
     return error
 
 
-def answer(call: "Future[Any]", what: str, *, seconds: float, who: str) -> Any:
-    """Return a call's result; raise what its method raised, or an error that says who was waited for and why."""
+def wait_for_answer(call: "Future[Any]", what: str, *, seconds: float, who: str) -> Any:
+    """Return a call's result, or raise what its method raised; DeadlineExceeded after `seconds`, PeerDied on death.
+
+    `who` and `what` name the peer and its answer in error messages.
+    """
     try:
         return call.result(seconds)
     except TimeoutError:
@@ -173,7 +177,7 @@ def answer(call: "Future[Any]", what: str, *, seconds: float, who: str) -> Any:
     except RemoteError as error:
         raise error.cause from None
     except (PeerDied, PeerUnavailable) as error:
-        raise PeerDied(f"{who} died while waiting for {what}: {error}") from None
+        raise PeerDied(f"{who} died during the wait for {what}: {error}") from None
 
 
 def wait_in_slices(
@@ -184,10 +188,10 @@ def wait_in_slices(
     slice_seconds: float = 1.0,
     last_progress: Callable[[], float] = lambda: 0.0,
 ) -> Found:
-    """Repeat `attempt(seconds)` until it returns something true; log now and then what is waited for.
+    """Repeat `attempt(seconds)` until it returns a true value; log `what()` every 30 s. Raises DeadlineExceeded.
 
-    An attempt may raise, to end the wait early (a stop signal, a dead peer). The deadline counts from the start or, if
-    that was later, from `last_progress()`, a time of the monotonic clock.
+    `attempt` may wait up to `seconds`, and may raise to end the wait early. The deadline counts from the start or from
+    `last_progress()`, a time of the monotonic clock, whichever is later.
     """
     started = now = time.monotonic()
     next_message = started + _MESSAGE_SECONDS

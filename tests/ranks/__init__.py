@@ -1,1 +1,1 @@
-"""Two real ranks for tests/ranks/test_ranks.py: `python -m ranks FOLDER`, once for all of its tests."""
+"""Two real ranks for tests/ranks/test_ranks.py, started once for all its tests with `python -m ranks FOLDER`."""

@@ -1,6 +1,6 @@
-"""Strategies under the real learner: what one rank does in the test's process, and each of two in `main`.
+"""Strategies with the real learner: the run of one rank in the test's process, and of each of two ranks in `main`.
 
-The folder has the models, and checkpoints of one rank.
+The folder holds the models, and the checkpoints of one rank.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ OFF_POLICY = AlgorithmSettings(entropy_coef=0.01, correction="decoupled")
 
 
 def write_models(folder):
-    """What every rank starts from, in files: a policy sharp enough to be clipped, a critic with an opinion."""
+    """Write the initial models: a policy sharp enough to be clipped, and a critic with a random head."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -74,7 +74,7 @@ def make_learner(folder, strategy, algorithm=ALGORITHM, dtype=torch.float64, tra
 
 
 def batch(step, num_samples=4):
-    """The joined batch of a step, float64, ragged, its old log-probs a random distance from any policy's."""
+    """Build the joined batch of a step: float64, ragged, with random old log-probs."""
     generator = torch.Generator().manual_seed(step)
     width, actions = 3, 4
     prompts = torch.randint(1, width + 1, (num_samples, 1), generator=generator)
@@ -101,7 +101,7 @@ def batch(step, num_samples=4):
 
 
 def rows_of(rank, world_size, step, num_samples=4):
-    """Uneven, and another way in every step: other numbers of samples and micro-batches, and now and then none."""
+    """Return a rank's rows: uneven, with different numbers of samples and micro-batches per step, sometimes none."""
     if world_size == 1:
         return slice(0, num_samples)
     cut = step % (num_samples + 1)
@@ -113,7 +113,7 @@ def part_of(strategy, step):
 
 
 def passes_of(world_size, step, num_samples=4):
-    """The rows of every micro-batch of a step, on whichever rank."""
+    """Return the rows of every micro-batch of a step, over all ranks."""
     for rank in range(world_size):
         start, stop, _ = rows_of(rank, world_size, step).indices(num_samples)
         for first in range(start, stop, TRAIN.micro_batch_size):
@@ -139,7 +139,7 @@ def local(tensor):
 
 
 def num_bytes(tensors):
-    """Memory that this rank holds for them: its piece of what is sharded, nothing on the meta device."""
+    """Return the bytes that this rank holds: its part of sharded tensors, and nothing on the meta device."""
     return sum(0 if tensor.is_meta else local(tensor).nbytes for tensor in tensors)
 
 
@@ -157,7 +157,7 @@ def held(learner, grad_bytes):
 
 
 def train(folder, name, algorithm=ALGORITHM, num_steps=NUM_STEPS):
-    """The run of one rank: where the weights ended, each step's metrics, and what was held meanwhile."""
+    """Run one rank; return its final weights, each step's metrics, and the memory it held."""
     strategy = STRATEGIES[name]()
     seen = {"fill_bytes": [], "metrics": []}
     with watched_fill(seen["fill_bytes"]):
@@ -181,13 +181,13 @@ def train(folder, name, algorithm=ALGORITHM, num_steps=NUM_STEPS):
 
 
 class watched_fill:
-    """Notes the bytes of parameters that a model holds whenever a part of it has just been filled."""
+    """Records the bytes of parameters that a model holds each time a part of it has been filled."""
 
     def __init__(self, notes):
         self._notes = notes
 
     def __enter__(self):
-        self._plain = agree, fill = ShardedStrategy._agree_on_formats, ShardedStrategy._fill_from_rank0
+        self._plain = agree, fill = ShardedStrategy._sync_dtypes, ShardedStrategy._broadcast_from_rank0
         notes, models = self._notes, []
 
         def watched_agree(strategy, model):
@@ -198,15 +198,15 @@ class watched_fill:
             fill(strategy, module)
             notes.append(num_bytes(models[-1].parameters()))
 
-        ShardedStrategy._agree_on_formats, ShardedStrategy._fill_from_rank0 = watched_agree, watched_fill
+        ShardedStrategy._sync_dtypes, ShardedStrategy._broadcast_from_rank0 = watched_agree, watched_fill
 
     def __exit__(self, *exc_info):
-        ShardedStrategy._agree_on_formats, ShardedStrategy._fill_from_rank0 = self._plain
+        ShardedStrategy._sync_dtypes, ShardedStrategy._broadcast_from_rank0 = self._plain
 
 
 @contextlib.contextmanager
 def counted_whole_blocks(model):
-    """How many of the model's sharded blocks are whole, each time that one of them begins to compute."""
+    """Record the number of unsharded blocks each time a block of the model begins to compute."""
     blocks = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
     counts = []
 
@@ -220,7 +220,7 @@ def counted_whole_blocks(model):
 
 
 class most_alive:
-    """Watches what functions return: `num_bytes` is the most memory of those tensors that were alive at once."""
+    """Tracks the tensors that functions return: `num_bytes` is the peak memory of those alive at once."""
 
     def __init__(self, *places):
         self.num_bytes = 0
@@ -252,7 +252,7 @@ class most_alive:
 
 
 def streamed_bytes(learner):
-    """Most bytes of gathered or copied tensors that are alive at once while the actor's weights are streamed."""
+    """Return the peak bytes of gathered or copied tensors while the actor's weights are streamed."""
     own = {local(parameter).data_ptr() for parameter in learner.actor.parameters()}
     with most_alive((DTensor, "full_tensor")) as made:
         for chunk in learner.strategy.get_model_state_dict_shard(learner.actor, shard_size=4096 / 2**20):
@@ -263,16 +263,16 @@ def streamed_bytes(learner):
 
 
 def save_all(learner, folder):
-    """Everything a run needs to go on."""
+    """Save everything that a run needs to continue."""
     for label, model in learner.models.items():
         learner.strategy.save_model(model, folder / label)
         learner.strategy.save_optimizer(learner.optimizers[label], folder / f"{label}-optimizer")
 
 
 def resume(learner, checkpoint):
-    """Go on from a checkpoint for one step, whatever the learner was before.
+    """Continue from a checkpoint for one step, with any learner.
 
-    Returns where its weights are then, and the bytes of optimizer state that it had loaded.
+    Return its weights after the step, and the bytes of optimizer state that it loaded.
     """
     for label, model in learner.models.items():
         learner.strategy.load_model(model, checkpoint / label)
@@ -283,16 +283,16 @@ def resume(learner, checkpoint):
 
 
 def furthest(one, other):
-    """Largest distance between two sets of weights; infinite if they are of different models."""
+    """Return the largest distance between two sets of weights; infinite if they belong to different models."""
     if one.keys() != other.keys():
         return float("inf")
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def resume_from_all(folder, expected):
-    """For every loader and saver, and in turn the saver's ranks: the distance to a run never interrupted.
+    """Return, for every loader, saver and number of saving ranks, the distance to an uninterrupted run.
 
-    Also the bytes of optimizer state that were loaded.
+    Also return the bytes of optimizer state that were loaded.
     """
     resumed = {}
     ranks_of_savers = itertools.cycle([1, 2, 2])
@@ -305,7 +305,7 @@ def resume_from_all(folder, expected):
 
 
 def draw_weights(folder, name):
-    """The weights of a trained model with adapters and of one for inference, built by ranks whose generators differ."""
+    """Return the weights of a trained model with adapters and one for inference, built with a seed per rank."""
     strategy = STRATEGIES[name]()
     torch.manual_seed(strategy.rank)
     config = LlamaConfig.from_pretrained(folder / "actor", tie_word_embeddings=True)
@@ -320,7 +320,7 @@ def draw_weights(folder, name):
 
 
 def prepare_different_models(folder, name):
-    """What each rank hears when they do not build the same model."""
+    """Return the error that each rank gets if the ranks build different models."""
     strategy = STRATEGIES[name]()
     config = LlamaConfig.from_pretrained(folder / "actor", num_hidden_layers=1 + strategy.rank)
     with strategy.model_init_context():
@@ -333,7 +333,7 @@ def prepare_different_models(folder, name):
 
 
 def mixed_precision(folder, name):
-    """Two steps in bfloat16 on float32 weights, their gradients, and the dtypes of all that is computed and stored."""
+    """Take two bfloat16 steps on float32 weights; return gradients and the dtypes of all tensors."""
     strategy = STRATEGIES[name](compute_dtype=torch.bfloat16)
     learner = make_learner(folder, strategy, dtype=torch.float32)
     plain_clip, gradients = strategy.clip_grad_norm, []

@@ -1,4 +1,4 @@
-"""One of two ranks runs every strategy through the same steps and notes what it saw; the test compares with torch."""
+"""One of two ranks: runs every strategy through the same steps and records the results for comparison with torch."""
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ NUM_STEPS = 3
 
 
 def tiny_llama(seed):
-    """Its input and output embeddings are one tensor, unlike those of the learner's models."""
+    """A model whose input and output embeddings are tied, unlike those of the learner's models."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=23,
@@ -43,7 +43,7 @@ def make_optimizer(model):
 
 
 def batch(step):
-    """Ids and mask of the joined batch, [4, 7]; rows have very different numbers of tokens."""
+    """Return ids and mask of the joined batch, [4, 7]; the rows have very different numbers of tokens."""
     ids = torch.randint(0, 23, (4, 7), generator=torch.Generator().manual_seed(step))
     lengths = torch.tensor([7, 2, 3, 5])
     return ids, torch.arange(7)[None] < lengths[:, None]
@@ -82,7 +82,7 @@ def one_step(strategy, model, optimizer, step):
 
 
 def accumulated_grads(strategy, model, optimizer):
-    """The gradient of step 0 in two micro-batches: each rank's rows, then its rows of step 1."""
+    """Compute a gradient over two micro-batches: each rank's rows of step 0, then its rows of step 1."""
     rows = ROWS_OF_RANK[strategy.rank]
     tokens = [global_tokens(strategy, step, rows) for step in (0, 1)]
     optimizer.zero_grad()
@@ -94,7 +94,7 @@ def accumulated_grads(strategy, model, optimizer):
 
 def train_and_save(name, out):
     strategy = STRATEGIES[name]()
-    # Ranks start from different weights: rank 0's must win.
+    # Ranks start with different weights; prepare must use rank 0's.
     model = tiny_llama(100 + strategy.rank)
     model, optimizer = strategy.prepare((model, make_optimizer(model)))
     seen = {"accumulated": accumulated_grads(strategy, model, optimizer), "norms": []}
@@ -123,7 +123,7 @@ def resume(name, saved_by, out):
 
 
 def save_where_one_may_not(strategy, out):
-    """Rank 0 meets the folder that is not ours; both ranks must hear of it."""
+    """Save to a foreign folder, which only rank 0 sees; both ranks must raise."""
     try:
         strategy.save_model(nn.Linear(1, 1), out / "foreign")
     except CheckpointError as error:
@@ -132,7 +132,7 @@ def save_where_one_may_not(strategy, out):
 
 
 def load_what_rank1_does_not_have(strategy, out):
-    """Only rank 0 has the files; both ranks must hear of it, and load nothing."""
+    """Load files that only rank 0 has; both ranks must raise and load nothing."""
     model = tiny_llama(7)
     optimizer, before = make_optimizer(model), model.lm_head.weight.detach().clone()
     heard = []

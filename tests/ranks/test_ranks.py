@@ -1,4 +1,4 @@
-"""Two ranks, every strategy, against one rank and plain torch. The two are started once, for all tests."""
+"""Every strategy on two ranks, compared with one rank and plain torch. The two ranks are started once for all tests."""
 
 import contextlib
 import copy
@@ -27,7 +27,7 @@ IN_FLIGHT = 2  # each of gloo's threads may hold a tensor for a moment after it 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_process():
-    """This process is the one rank; a strategy that needs a group makes one of its own."""
+    """Use this process as the single rank; a strategy that needs a process group creates it."""
     for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(key, None)
     threads = torch.get_num_threads()
@@ -39,7 +39,7 @@ def one_process():
 
 
 def backward_of(actor, critic, joined, rows):
-    """Add the gradients of some rows of a step's batch to both models', as a loop without ranks would."""
+    """Add the gradients of some rows of a step's batch to both models, as a single-process loop does."""
     algorithm = worker.ALGORITHM
     mask = joined.full_action_mask()
     counts = StepCounts(mask.sum(), mask.any(-1).sum())
@@ -82,7 +82,7 @@ def state_of(actor, critic):
 
 
 def reference_run(folder, num_steps):
-    """Plain torch, no strategy and no learner: the weights after `num_steps`, and after one more."""
+    """Train with plain torch, without strategy and learner; return the weights after `num_steps` and after one more."""
     models = [model.eval() for model in worker.load_models(folder)]
     optimizers = optimizers_of(*models)
     states = []
@@ -95,9 +95,9 @@ def reference_run(folder, num_steps):
 
 
 def mixed_run(folder, *, world_size):
-    """Plain torch in bfloat16, a pass at a time: the gradients of every step, and the weights before and after.
+    """Train with plain torch in bfloat16, pass by pass; return the gradients and weights of every step.
 
-    What the passes give is added up in float32.
+    The gradients of the passes are summed in float32.
     """
     models = [model.eval() for model in worker.load_models(folder, torch.float32)]
     computing = [copy.deepcopy(model) for model in models]
@@ -133,7 +133,7 @@ def folder(tmp_path_factory):
 
 
 def run_ranks(folder, *, seconds=240):
-    """Run the two ranks to their end; the first to fail is shown."""
+    """Run the two ranks until they end; show the log of the first that fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -150,13 +150,13 @@ def run_ranks(folder, *, seconds=240):
             stack.callback(ranks[-1].kill)
         deadline = time.monotonic() + seconds
         codes = [None, None]
-        while None in codes and not any(codes):  # the others only say that they lost the one that failed
-            assert time.monotonic() < deadline, f"ranks {codes} after {seconds} s (None: still at work)"
+        while None in codes and not any(codes):  # the others only report that they lost its connection
+            assert time.monotonic() < deadline, f"ranks {codes} after {seconds} s (None: still running)"
             with contextlib.suppress(subprocess.TimeoutExpired):
                 ranks[codes.index(None)].wait(0.2)
             codes = [process.poll() for process in ranks]
     tails = [f"rank {rank}: {log.read_text()[-3000:]}" for rank, log in enumerate(logs) if codes[rank]]
-    assert not tails, f"ranks ended with {codes} (None: was still at work)\n" + "\n".join(tails)
+    assert not tails, f"ranks ended with {codes} (None: still running)\n" + "\n".join(tails)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def reference(folder):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """What one rank saw, in this process; its checkpoints are in the folder."""
+    """The results of one rank, in this process; its checkpoints are in the folder."""
     seen = {}
     for name in worker.STRATEGIES:
         learner, seen[name] = worker.train(folder, name)
@@ -179,7 +179,7 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def together(folder, reference, alone):
-    """What each of two ranks saw, in processes of their own."""
+    """The results of each of two ranks, in separate processes."""
     torch.save(reference[1], folder / "expected.pt")
     (folder.parent / "strategies" / "foreign").mkdir(parents=True)
     (folder.parent / "strategies" / "foreign" / "notes.txt").write_text("not a model")
@@ -187,16 +187,16 @@ def together(folder, reference, alone):
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def test_one_rank_of_ddp_is_plain_torch_to_the_bit(alone, reference):
+def test_one_rank_of_ddp_is_bit_identical_to_plain_torch(alone, reference):
     ours, theirs = alone["ddp"]["state"], reference[0]
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("name", worker.STRATEGIES)
-def test_steps_end_in_the_weights_of_plain_torch(alone, together, reference, name):
+def test_steps_give_the_weights_of_plain_torch(alone, together, reference, name):
     for seen in (alone, *together):
-        assert seen[name]["is_packed"]  # no strategy stands in the way of computing without padding
+        assert seen[name]["is_packed"]  # every strategy supports computing without padding
         assert worker.furthest(seen[name]["state"], reference[0]) < 1e-6
 
 
@@ -205,25 +205,25 @@ def test_ranks_report_the_joined_batch(alone, together, name):
     for step in range(worker.NUM_STEPS):
         for seen in together:
             assert seen[name]["metrics"][step] == pytest.approx(alone["ddp"]["metrics"][step], rel=1e-6, abs=1e-9)
-    # The batches do reach the clips, and the norms are clipped: or much of the above would go unseen.
+    # The batches trigger clipping of ratios and norms; otherwise the test would miss much of the above.
     metrics = alone["ddp"]["metrics"]
     assert all(step["policy/clip_fraction"] > 0 and step["policy/grad_norm"] > 0.5 for step in metrics)
 
 
 @pytest.mark.parametrize("name", ["ddp", "gemini"])
-def test_corrections_for_age_see_the_joined_batch_too(alone, together, name):
+def test_off_policy_corrections_use_the_joined_batch_too(alone, together, name):
     expected = alone["off-policy"]
     assert 0 < expected["metrics"][0]["off_policy/effective_tokens"] < 0.9
     for seen in together:
         ours = seen[f"off-policy-{name}"]
         assert worker.furthest(ours["state"], expected["state"]) < 1e-6
-        for step, tolerance in enumerate((1e-9, 1e-6, 1e-6)):  # rank 0 has no data in the first, and some in the others
+        for step, tolerance in enumerate((1e-9, 1e-6, 1e-6)):  # rank 0 has no data in the first step, but in the others
             assert ours["metrics"][step] == pytest.approx(expected["metrics"][step], rel=tolerance, abs=1e-12)
 
 
-def test_bytes_held_fall_as_each_strategy_claims(alone, together):
+def test_memory_per_rank_shrinks_as_each_strategy_claims(alone, together):
     whole = alone["ddp"]["held"]
-    assert whole["parameters"] == whole["gradients"] == whole["state"] // 2  # Adam keeps two moments
+    assert whole["parameters"] == whole["gradients"] == whole["state"] // 2  # Adam has two moments
     sharded_parts = {
         "ddp": (),
         "zero1": ("parameters", "gradients", "state"),
@@ -245,7 +245,7 @@ def test_bytes_held_fall_as_each_strategy_claims(alone, together):
 def test_only_rank_0_holds_a_whole_model_while_it_is_loaded(together, name):
     for seen in together:
         assert len(seen[name]["fill_bytes"]) == 2 * 3  # actor and critic: two blocks, then the rest
-    # At worst one block of two is whole and the other a half: 3/4 of the blocks, and nothing of the rest.
+    # At most one block of two is whole and the other half sharded: 3/4 of the blocks, and nothing of the rest.
     whole = sum(tensor.nbytes for key, tensor in seen[name]["state"].items() if key.startswith("actor."))
     assert 0 < max(together[1][name]["fill_bytes"]) < 0.65 * whole
 
@@ -254,7 +254,7 @@ def test_only_rank_0_holds_a_whole_model_while_it_is_loaded(together, name):
 def test_weights_are_streamed_from_shards_without_gathering_the_model(together, name):
     for seen in together:
         tensors = [tensor.nbytes for key, tensor in seen[name]["state"].items() if key.startswith("actor.")]
-        # The chunk that is read and the one that is made, of 4 KiB or of one tensor
+        # The chunk being read and the one being made, of 4 KiB or one tensor each
         limit = 2 * 4096 + IN_FLIGHT * max(tensors)
         assert 0 < seen[name]["streamed"] <= limit
         assert sum(tensors) > 2 * limit
@@ -265,12 +265,12 @@ def test_weights_are_streamed_from_shards_without_gathering_the_model(together, 
 )
 def test_how_many_blocks_are_whole_at_once_in_the_forward_pass(alone, together, name, counts):
     for seen in (alone, *together):
-        # Two passes through two blocks. With ZeRO the first stays whole for its backward pass; in stage 1 both stay so
-        # until the last pass is done.
+        # Two passes through two blocks. With ZeRO, the first stays whole until its backward pass; in stage 1, both stay
+        # whole until the last pass has ended.
         assert seen[name]["whole_blocks"] == counts
 
 
-def test_weights_that_no_file_has_are_rank_0s_and_so_are_formats_and_buffers(alone, together):
+def test_weights_dtypes_and_buffers_missing_from_files_come_from_rank_0(alone, together):
     for seen in together:
         for ours, theirs in zip(seen["drawn"], alone["drawn"], strict=True):
             assert worker.furthest(ours, theirs) == 0
@@ -280,18 +280,18 @@ def test_weights_that_no_file_has_are_rank_0s_and_so_are_formats_and_buffers(alo
     assert {tensor.dtype for tensor in critic.values()} == {torch.bfloat16}
 
 
-def test_ranks_that_build_different_models_hear_of_it(together):
+def test_ranks_that_build_different_models_raise(together):
     assert "another rank" in together[0]["different"]
     assert "same model" in together[1]["different"]
 
 
-def test_models_that_keep_their_parameters_whole_stream_without_a_copy(together):
+def test_unsharded_models_are_streamed_without_copies(together):
     assert [seen["ddp"]["streamed"] for seen in together] == [0, 0]
 
 
 @pytest.fixture(scope="module")
 def resumed(folder, together, reference):
-    """For one rank, and for each of two: how far every loader of every checkpoint ended from where it should."""
+    """For one rank and for each of two: the deviation of every loader of every checkpoint from the expected weights."""
     return [worker.resume_from_all(folder, reference[1]), *(seen["resumed"] for seen in together)]
 
 
@@ -326,7 +326,7 @@ def test_transformers_and_our_models_load_what_two_ranks_saved(folder, together,
 
 @pytest.fixture(scope="module")
 def mixed(folder):
-    """By hand, for each number of ranks."""
+    """The expected numbers by hand, for each number of ranks."""
     return {ranks: mixed_run(folder, world_size=ranks) for ranks in (1, 2)}
 
 
@@ -346,7 +346,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(alone, together,
         assert ours["computed"] == torch.bfloat16
         assert ours["stored"] == ours["moments"] == {torch.float32}
         assert ours["wire"] == {torch.bfloat16}
-        # Had ranks added their gradients up in bfloat16, these would be a thousandth apart.
+        # If ranks summed gradients in bfloat16, these would differ by a thousandth.
         for gradients, expected in zip(ours["gradients"], theirs["gradients"], strict=True):
             assert relative_distance(gradients, expected) < 1e-5
         moved, expected = ({n: run["state"][n] - theirs["start"][n] for n in run["state"]} for run in (ours, theirs))
@@ -364,7 +364,7 @@ def test_sharded_gradients_stay_sharded_between_micro_batches(folder):
     assert all(isinstance(parameter.grad, DTensor) for parameter in learner.critic.parameters())
 
 
-# The strategies by themselves: a bare model, tied weights, two parameter groups.
+# Strategies without the learner: a bare model, tied weights, two parameter groups.
 
 
 @pytest.fixture(scope="module")
@@ -374,13 +374,13 @@ def out(folder):
 
 @pytest.fixture(scope="module")
 def seen(together, out):
-    """What each of the two ranks noted."""
+    """The results that each of the two ranks recorded."""
     return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
 def bare_reference():
-    """Plain torch on the joined batch, in one process."""
+    """The results of plain torch on the joined batch, in one process."""
     rows = slice(None)
     model = bare.tiny_llama(100)
     weights = [p for p in model.parameters() if p.ndim > 1]
@@ -414,7 +414,7 @@ def assert_same(ours, theirs, tolerance):
 @pytest.mark.parametrize("name", bare.STRATEGIES)
 def test_steps_of_two_ranks_are_those_of_one_on_the_joined_batch(seen, bare_reference, name):
     expected = bare_reference
-    assert min(expected["norms"]) > bare.MAX_NORM  # or the test would not see a wrong scale
+    assert min(expected["norms"]) > bare.MAX_NORM  # otherwise the test would miss a wrong scale
     for rank in range(2):
         ours = seen[rank][name]
         assert_same(ours["grads"], expected["grads"], 1e-12)
@@ -452,7 +452,7 @@ def test_one_process_loads_what_two_ranks_saved(out, seen, name):
         assert torch.equal(loaded.state_dict()[key], tensor)
 
 
-def test_a_failed_save_is_heard_on_every_rank(seen):
+def test_a_failed_save_raises_on_every_rank(seen):
     assert "not something coati saved" in seen[0]["foreign"]
     assert "another rank could not save" in seen[1]["foreign"]
 

@@ -1,7 +1,7 @@
-"""Three raylets on one machine, in a process of their own: the tests' own Ray must not notice them.
+"""Three raylets on one machine, in a separate process, so that the tests' own Ray does not see them.
 
-Prints the address when the nodes are up. For every line on stdin it adds a node, kills the one that was the youngest
-before, as a power cut would, and says so. At the end of stdin it ends the rest.
+Prints the address when the nodes are up. For every line on stdin it adds a node, kills the previously newest one
+as a power cut would, and prints a line. At the end of stdin it kills the rest.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""One local Ray for the whole test session, and a tidy end for every actor that a test makes."""
+"""One local Ray for the test session, and cleanup of every actor that a test creates."""
 
 import contextlib
 import importlib
@@ -18,7 +18,7 @@ from coati.demo.base_model import pretrain
 from coati.monitor import RunLog
 from coati.ray import launcher
 
-for name in ("ray_testing", "tiny", "thread_peers", "weight_testing"):  # workers cannot import what only pytest finds
+for name in ("ray_testing", "tiny", "thread_peers", "weight_testing"):  # workers lack pytest's import paths
     ray.cloudpickle.register_pickle_by_value(importlib.import_module(name))
 
 
@@ -31,7 +31,7 @@ def pytest_collection_finish(session):
 @pytest.fixture(scope="session")
 def cluster(forked_workers):
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Secret before ray.init: what the driver has now is what a private local Ray inherits.
+    # Set before ray.init, because a private local Ray inherits the driver's environment at that time.
     os.environ["COATI_TEST_BEFORE_INIT"] = "inherited"
     torch.set_num_threads(1)
     folder = tempfile.mkdtemp(prefix="ct-")  # short: Ray's socket paths have a length limit
@@ -50,14 +50,14 @@ def cluster(forked_workers):
 
 @pytest.fixture
 def unique(cluster):
-    """Turns a word into a name that no other actor has."""
+    """Turn a word into a unique actor name."""
     suffix = uuid.uuid4().hex[:8]
     return lambda word: f"{word}-{suffix}"
 
 
 @pytest.fixture
 def keep(cluster):
-    """Notes actors (and anything with `close`) to be ended with the test, and hands them back."""
+    """Register actors, and anything with `close`, to be ended after the test; returns its argument."""
     kept = []
 
     def note(thing):
@@ -82,7 +82,7 @@ def _shared_sinks(cluster):
 
 @pytest.fixture
 def sinks(_shared_sinks):
-    """Names and handles of three trainers that remember what they get, emptied; tests must not kill them."""
+    """Names and handles of three shared trainers that record their items, emptied; tests must not kill them."""
     ray.get([sink.reset.remote() for sink in _shared_sinks.values()])
     return _shared_sinks
 
@@ -98,7 +98,7 @@ def broken(completions, **_):
 
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory):
-    """The demo's model, hardly trained."""
+    """The demo's model, trained only briefly."""
     folder = tmp_path_factory.mktemp("base") / "model"
     pretrain(folder, steps=2, batch_size=2)
     return folder
@@ -131,9 +131,9 @@ def make_config(tmp_path, base_model):
 
 @pytest.fixture
 def run(cluster, tmp_path, monkeypatch):
-    """Run a config on the session's Ray; returns the trainers' and makers' progress at the end.
+    """Run a config on the session's Ray; returns the final progress of trainers and makers.
 
-    `makers`: who is there at the end, if not those that the run began with.
+    `makers`: the makers at the end, if they differ from the initial ones.
     """
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Small models, samples and actors that the tests of coati.ray share."""
+"""Small models, samples and actors for the tests of coati.ray."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.detached_trainer_ppo import PPOTrainer
 from coati.trainer.strategies import DDPStrategy
 
-PATIENCE = 180.0  # seconds that a test waits for what should come at once, on however busy a machine
+PATIENCE = 180.0  # timeout in seconds for events that should happen at once, generous for busy machines
 DEADLINES = Deadlines(start_seconds=120.0, batch_seconds=120.0, update_seconds=120.0, grace_seconds=0.2)
 
 
@@ -23,7 +23,7 @@ def strategy():
 
 
 def numbered(first, count):
-    """One batch of prompts whose samples have given ids."""
+    """One batch of prompts whose samples have the given ids."""
     return {
         "input_ids": torch.full((count, 2), 3),
         "attention_mask": torch.ones(count, 2, dtype=torch.long),
@@ -32,7 +32,7 @@ def numbered(first, count):
 
 
 def make_ppo_trainer(maker_names, *, seed=0, **kwargs):
-    """A PPO trainer in this process."""
+    """Create a PPO trainer in this process."""
     topology = {name: kwargs.pop(name) for name in TopologySettings.model_fields.keys() & kwargs.keys()}
     options = TrainerOptions(
         train=TrainSettings(actor_lr=1e-2, critic_lr=1e-2),
@@ -45,7 +45,7 @@ def make_ppo_trainer(maker_names, *, seed=0, **kwargs):
 
 
 class Background:
-    """Runs a function in a thread and hands over what came of it."""
+    """Runs a function in a thread; `result` returns or raises its outcome."""
 
     def __init__(self, function, *args):
         self._result = self._error = None
@@ -72,7 +72,7 @@ class Background:
 
 @ray.remote(num_cpus=0)
 class Gate:
-    """Where actors and tests wait for each other, at named points."""
+    """Synchronizes actors and tests at named points."""
 
     def __init__(self):
         self._events = {}
@@ -87,7 +87,7 @@ class Gate:
         await asyncio.wait_for(self._event(point).wait(), PATIENCE)
 
     async def arrive(self, point):
-        """Say that somebody is here, and wait until the point is opened."""
+        """Announce that the caller has reached the point, and wait until it is opened."""
         await self.open(f"{point} reached")
         await self.wait(point)
 
@@ -98,12 +98,12 @@ def pass_gate(gate, call, point):
 
 @ray.remote(num_cpus=0)
 class Sink:
-    """A trainer that implements only what makers call. It can hold, refuse or repeat."""
+    """A trainer with only the methods that makers call. It can hold, refuse or repeat deliveries."""
 
     def __init__(self, gate=None, hold_from=None):
         self.reset()
         self._gate = gate
-        self._hold_from = hold_from  # calls from this number on wait at the gate
+        self._hold_from = hold_from  # from this call on, calls wait at the gate
 
     def buffer_extend(self, items):
         if self._hold_from is not None and len(self._calls) >= self._hold_from:
@@ -125,7 +125,7 @@ class Sink:
 
 
 class RecordingTrainer(DetachedTrainer):
-    """Learns nothing, remembers everything."""
+    """A trainer that records its batches instead of learning."""
 
     def __init__(self, *args, gate=None, **kwargs):
         super().__init__(*args, **kwargs)

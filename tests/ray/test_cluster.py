@@ -1,7 +1,7 @@
-"""docs/cluster.md: its commands on several "machines", and what a dead one does to a run.
+"""The commands of docs/cluster.md on several "machines", and a run on which one of them dies.
 
-The blocks of the page that a comment names are run as they stand, each machine in a network namespace of its own, where
-the system lets us make some. Nothing here touches the session's Ray: every command is a process.
+The page's command blocks that are named by a comment are run unchanged, each machine in its own network namespace, if
+the system permits namespaces. The session's Ray is not used: every command is a process.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coati.ledger.audit import audit_run
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"
-# The job server comes with ray[default], which coati does not need; without it the run is started directly.
+# The job server requires ray[default], which coati does not need; without it the run is started directly.
 CAN_SUBMIT_JOBS = all(
     map(importlib.util.find_spec, ("aiohttp", "aiohttp_cors", "colorful", "opencensus", "smart_open"))
 )
@@ -32,7 +32,7 @@ REWARDS = "def length(completions, **_):\n    return [float(len(text)) for text 
 
 
 def block(name):
-    """A named block of shell commands of the page."""
+    """Return a named block of shell commands from the page."""
     found = re.search(rf"<!-- tested: {name} -->\n```sh\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     assert found, f"{PAGE.name} has no block {name!r}"
     return found[1]
@@ -46,7 +46,7 @@ def test_every_block_of_commands_is_tested():
 
 @pytest.fixture
 def folder(base_model):
-    """A folder with run.toml, prompts and rewards; a short name, because Ray's socket paths have a length limit."""
+    """A folder with run.toml, prompts and rewards; its name is short, because socket paths have a length limit."""
     path = Path(tempfile.mkdtemp(prefix="ct-"))
     (path / "rewards.py").write_text(REWARDS)
     (path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "the film"}) + "\n" for _ in range(4)))
@@ -80,7 +80,7 @@ def folder(base_model):
 
 @pytest.fixture
 def environ(folder):
-    """What a user's shell would have, and nothing of the Ray that these tests run in."""
+    """The environment of a user's shell, without the variables of the tests' Ray."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     tools = f"{Path(sys.executable).parent}{os.pathsep}{clean['PATH']}"
     return clean | {
@@ -123,7 +123,7 @@ def test_actors_of_a_node_that_dies_move_to_another_and_the_account_closes(three
     address, kill_one = three_nodes
     host, _, port = address.partition(":")
     command = block("train").strip().replace("$HEAD:6379", f"{host}:{port}")
-    # One CPU on each node and one for each actor: two makers and a trainer must be on three nodes.
+    # One CPU per node and per actor, so two makers and a trainer must be on three nodes.
     command += " --set topology.makers=2 --set train.total_steps=100000"
     command += " --set topology.allow_open_cluster=true"  # `Cluster` starts nodes without tokens
     with subprocess.Popen(
@@ -152,7 +152,7 @@ def test_actors_of_a_node_that_dies_move_to_another_and_the_account_closes(three
 
 @pytest.fixture
 def machines(environ):
-    """Two network namespaces with an address each, joined by a cable; the processes in them end with the test."""
+    """Two connected network namespaces with an address each; the processes in them end with the test."""
     if not shutil.which("ip"):
         pytest.skip("no `ip` command to make network namespaces with")
     name = f"ct{uuid.uuid4().hex[:6]}"
@@ -194,11 +194,11 @@ def test_the_walk_through_on_two_machines(machines, folder, environ):
             for process in (head_process, other_process):
                 seen = list(_until(process.stdout, lambda line: "Ray runtime started" in line))
                 assert "Ray runtime started" in seen[-1], "".join(seen)
-            # What `ray status` says is some seconds old.
+            # The output of `ray status` is a few seconds old.
             statuses = (start(head, "status").communicate(timeout=PATIENCE)[0] for _ in range(20))
             seen = list(_until(statuses, lambda status: "/2.0 CPU" in status))
             assert "/2.0 CPU" in seen[-1], seen[-1]
-            # One CPU on each machine, so maker and trainer are on different ones.
+            # One CPU per machine, so maker and trainer are on different ones.
             with start(head, "job" if CAN_SUBMIT_JOBS else "train") as run:
                 log, _ = run.communicate(timeout=PATIENCE)
         finally:
@@ -210,7 +210,7 @@ def test_the_walk_through_on_two_machines(machines, folder, environ):
 
 
 def _until(lines, is_last):
-    """The lines up to and with the first for which `is_last` holds; pytest's own deadline ends a wait for ever."""
+    """Return the lines up to and including the first for which `is_last` holds; pytest's timeout bounds the wait."""
     for line in lines:
         yield line
         if is_last(line):
@@ -222,7 +222,7 @@ def _ip(*arguments):
 
 
 def _remove(spaces):
-    """End every process in these namespaces, and the namespaces."""
+    """Kill every process in these namespaces, and delete the namespaces."""
     for space in spaces:
         with contextlib.suppress(subprocess.CalledProcessError):
             for process_id in _ip("netns", "pids", space).split():

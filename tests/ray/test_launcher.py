@@ -1,4 +1,4 @@
-"""Whole runs through the launcher: shares, groups, checkpoints, stops, failures, and what is left behind."""
+"""Whole runs through the launcher: sample shares, groups, checkpoints, stops, failures, and cleanup."""
 
 import logging
 import os
@@ -20,10 +20,10 @@ from coati.ray.detached_trainer_ppo import PPOTrainer
 from coati.ray.experience_maker_holder import MakerHolder
 
 
-def test_one_maker_and_two_trainers_on_different_places_train_their_exact_shares(witnessed, make_config, tmp_path):
+def test_one_maker_and_two_trainers_train_their_exact_shares(witnessed, make_config, tmp_path):
     progress = witnessed(make_config(makers=1, trainers=2, max_staleness=0, placement="spread"))
     assert {name: one.log for name, one in progress.items()} == dict.fromkeys(progress, (logging.INFO, True))
-    for rank in range(2):  # 2 batches of 2 samples each, one weight version after each
+    for rank in range(2):  # 2 batches of 2 samples each, followed by one weight version each
         assert summary(progress[f"trainer-{rank}"]) == ("finished", 2, 4, 2)
     assert (progress["maker-0"].num_samples, progress["maker-0"].version) == (8, 2)
     check_times(tmp_path)
@@ -37,7 +37,7 @@ def summary(trainer):
 
 
 def check_times(folder):
-    """Everybody's time is in the run's folder: on-policy, all of them wait for each other."""
+    """Check that the run folder accounts for every actor's time; on-policy, all of them wait for each other."""
     run = read_run(folder)
     times = run_times(run.spans)
     assert list(times.actors) == ["maker-0", "trainer-0", "trainer-1"]
@@ -55,7 +55,7 @@ def check_times(folder):
 
 
 class Witness:
-    """An actor of a run that tells more of itself: its environment, and the weight updates that reached it."""
+    """An actor of a run that also reports its environment and the weight updates that it received."""
 
     def __init__(self, *args, **kwargs):
         self._updates = []
@@ -90,7 +90,7 @@ class WitnessTrainer(Witness, PPOTrainer):
 
 @pytest.fixture
 def witnessed(run, monkeypatch):
-    """Runs with makers and trainers that tell more of themselves."""
+    """Run with makers and trainers that report their environment and updates."""
     monkeypatch.setattr(actor_factory, "_MAKER", WitnessMaker)
     monkeypatch.setattr(actor_factory, "_TRAINER", WitnessTrainer)
     return run
@@ -100,7 +100,7 @@ GROUP_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PO
 
 
 def check_environment(progress, bare):
-    """The actors of a run have what a bare actor has, Ray's own variables, and what the ranks of a group meet by."""
+    """Actors have a bare actor's variables, Ray's own, and those for the rendezvous of a group's ranks."""
     assert "COATI_TEST_SECRET" in os.environ
     for name, one in progress.items():
         ours = {key for key, value in one.environment.items() if bare.get(key) != value and not key.startswith("RAY_")}
@@ -110,8 +110,8 @@ def check_environment(progress, bare):
 def test_groups_of_two_makers_and_two_sharded_trainers_train_their_shares_and_are_saved_on_the_way(
     witnessed, make_config, tmp_path, keep, monkeypatch
 ):
-    monkeypatch.setenv("COATI_TEST_SECRET", "hush")  # after Ray was started
-    # 2 trainers of 3 samples a step: every version takes a whole group at each.
+    monkeypatch.setenv("COATI_TEST_SECRET", "hush")  # set after Ray was started
+    # 2 trainers with 3 samples per step: every version takes a whole group on each.
     config = make_config(
         makers=2,
         trainers=2,
@@ -123,8 +123,8 @@ def test_groups_of_two_makers_and_two_sharded_trainers_train_their_shares_and_ar
     progress = witnessed(config)
     for rank in range(2):
         assert summary(progress[f"trainer-{rank}"]) == ("finished", 4, 12, 4)
-    assert sum(progress[f"maker-{index}"].num_samples for index in range(2)) >= 24  # quick makers ask more often
-    for index in range(2):  # the first weights and four versions, each once and from one trainer
+    assert sum(progress[f"maker-{index}"].num_samples for index in range(2)) >= 24  # fast makers request more often
+    for index in range(2):  # the first weights and four versions, each once and from a single trainer
         maker = progress[f"maker-{index}"]
         assert maker.updates == [(version, f"trainer-{index}") for version in range(5)]
     check_environment(progress, ray.get(keep(Looker.remote()).environment.remote()))
@@ -137,7 +137,7 @@ def test_groups_of_two_makers_and_two_sharded_trainers_train_their_shares_and_ar
         assert AutoTokenizer.from_pretrained(folder).vocab_size > 0
 
 
-def test_a_group_goes_on_from_a_checkpoint_under_another_strategy_and_with_other_makers(run, make_config, tmp_path):
+def test_a_group_resumes_under_another_strategy_with_other_makers(run, make_config, tmp_path):
     common = {"trainers": 2, "max_staleness": 2}
     train = {"batch_size": 2, "save_every": 2}
     run(make_config(makers=1, **common, train={**train, "total_steps": 5, "strategy": "gemini"}))
@@ -148,13 +148,13 @@ def test_a_group_goes_on_from_a_checkpoint_under_another_strategy_and_with_other
     account = audit_run(tmp_path / "out")
     assert account.problems == []
     trained = sum(groups for fate, _, groups, _ in account.table() if fate == "trained")
-    assert trained == 2 * 14  # each sample once, whatever the first run made after version 4
+    assert trained == 2 * 14  # each sample once, regardless of what the first run made after version 4
 
 
 def test_two_makers_and_a_trainer_keep_ages_within_the_bound(run, make_config, tmp_path):
     progress = run(make_config(makers=2, max_staleness=2, train={"total_steps": 5}))
     assert progress["trainer-0"].num_samples == 10
-    # One may make everything, and what was taken back from a slow one may come twice.
+    # One maker may make everything, and leases revoked from a slow maker may be delivered twice.
     assert sum(progress[f"maker-{index}"].num_samples for index in range(2)) >= 10
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
@@ -165,7 +165,7 @@ def test_two_makers_and_a_trainer_keep_ages_within_the_bound(run, make_config, t
     assert {name for row in rows for name in row} - {"step", "version", "time"} <= DOCUMENTED
 
 
-def test_a_stop_saves_what_was_learnt(run, make_config, tmp_path):
+def test_a_stop_saves_the_model(run, make_config, tmp_path):
     config = make_config(max_staleness=-1, train={"total_steps": 100_000})
 
     def after_some_steps():
@@ -201,5 +201,5 @@ def test_secrets_reach_actors_only_by_rays_own_inheritance(keep, monkeypatch):
     environment = ray.get(keep(Looker.remote()).environment.remote())
     assert "COATI_TEST_SECRET" not in environment
     assert "hush" not in environment.values()
-    # A private local Ray is the driver's child and has what the driver had when it started.
+    # A private local Ray is a child of the driver and has its environment at that time.
     assert environment["COATI_TEST_BEFORE_INIT"] == "inherited"

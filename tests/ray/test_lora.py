@@ -18,7 +18,7 @@ LORA = LoRASettings(rank=2, alpha=4.0)
 
 
 def lora_models():
-    """The models of `actor_and_critic`, with adapters on top."""
+    """Build the models of `actor_and_critic` with adapters."""
     actor, critic = actor_and_critic(0)
     return Actor(actor.model, lora=LORA), Critic(critic.body, lora=LORA)
 
@@ -31,7 +31,7 @@ def logits_of(actor_handle, find_actor):
     return ray.get(actor_handle.__ray_call__.remote(look))
 
 
-def test_plain_makers_follow_a_lora_trainer_by_adapters_alone_and_who_joins_gets_the_base_too(keep, unique, sinks):
+def test_plain_makers_follow_a_lora_trainer_by_adapters_and_new_ones_get_the_base_too(keep, unique, sinks):
     maker_name, newcomer_name = unique("maker"), unique("newcomer")
 
     def make(name, seed):
@@ -45,7 +45,7 @@ def test_plain_makers_follow_a_lora_trainer_by_adapters_alone_and_who_joins_gets
         )
         return keep(actor)
 
-    maker, newcomer = make(maker_name, 0), make(newcomer_name, 7)  # the newcomer has another base, and no adapters
+    maker, newcomer = make(maker_name, 0), make(newcomer_name, 7)  # the newcomer has a different base and no adapters
     trainer = keep(
         DetachedPPOTrainer.options(name=unique("trainer"), num_cpus=0).remote(
             [maker_name],

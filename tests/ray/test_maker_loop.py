@@ -1,4 +1,4 @@
-"""The maker's working loop over Ray. Everything else about it is tested without Ray, in tests/unit/experience_maker."""
+"""The maker's working loop over Ray; tests/unit/experience_maker tests the rest of it without Ray."""
 
 import pytest
 import ray
@@ -27,7 +27,7 @@ class Echo(ExperienceMaker):
         return Experience(sequences, floats, floats, torch.ones(len(input_ids)), floats, floats, None, None)
 
 
-def test_a_maker_of_your_own_sends_to_three_trainers_in_turn_across_batches_of_four(sinks, keep, unique):
+def test_a_custom_maker_sends_to_three_trainers_in_turn_across_batches_of_four(sinks, keep, unique):
     options = MakerOptions(deadlines=DEADLINES, num_threads=1, maker=Echo)
     maker = keep(
         ExperienceMakerHolder.options(name=unique("maker"), num_cpus=0).remote(

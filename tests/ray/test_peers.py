@@ -1,4 +1,4 @@
-"""Ray actors as peers: every way in which a call can end."""
+"""Ray actors as peers: every outcome of a call."""
 
 from concurrent.futures import FIRST_COMPLETED, wait
 
@@ -36,7 +36,7 @@ def test_a_call_ends_in_a_value_an_error_a_deadline_or_the_death_of_the_peer(kee
     with pytest.raises(RemoteError) as caught:
         peer.call("fail").result(PATIENCE)
     assert type(caught.value.cause) is KeyError
-    with pytest.raises(ActorNotFound, match=rf"'nobody'.*{name}"):  # says who is there
+    with pytest.raises(ActorNotFound, match=rf"'nobody'.*{name}"):  # lists the existing actors
         peers.find("nobody", role="echo", timeout=0.1)
     hanging, quick = peer.call("hang"), peer.call("hear", 3)
     assert wait([hanging, quick], PATIENCE, FIRST_COMPLETED).done == {quick}
@@ -45,7 +45,7 @@ def test_a_call_ends_in_a_value_an_error_a_deadline_or_the_death_of_the_peer(kee
     with pytest.raises(TimeoutError):
         hanging.result(0.01)
     ray.kill(actor)
-    with pytest.raises(PeerDied):  # ray.kill returns before the actor has ended: so it is known that it has
+    with pytest.raises(PeerDied):  # ray.kill returns before the actor has ended; this waits for its end
         hanging.result(PATIENCE)
     with pytest.raises(PeerDied):
         peer.call("hear", 4).result(PATIENCE)

@@ -1,4 +1,4 @@
-"""The replay buffer's queue: a light actor that reserves nothing, and whose death has a name."""
+"""The replay buffer's queue: a light actor that reserves no CPU, and whose death is reported by name."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 
 @ray.remote(num_cpus=0)
 class Consumer:
-    """Samples from a buffer over a queue that others have too; touches a file when it has found nothing there."""
+    """Samples from a buffer with a shared queue; touches a file when the queue is empty."""
 
     def sample(self, queue, waits):
         get = queue.get
@@ -54,7 +54,7 @@ def test_values_arrive_bit_for_bit_in_their_dtypes(make_buffer):
         assert torch.equal(ours.nan_to_num(9.0), theirs.nan_to_num(9.0)), name
     assert got.action_mask.dtype == torch.bool
     assert got.sample_ids.tolist()[2] == 2**40
-    got.values.add_(1.0)  # what comes out may be written to
+    got.values.add_(1.0)  # the returned tensors are writable
 
 
 def call_until_it_fails(actor):
@@ -65,17 +65,17 @@ def call_until_it_fails(actor):
 def test_the_queue_reserves_no_cpu_and_is_a_light_process_whose_death_is_named(make_buffer):
     before = ray.available_resources().get("CPU", 0.0)
     buffer = make_buffer(1)
-    buffer.extend(items(0, 1))  # the queue actor is up
+    buffer.extend(items(0, 1))  # the queue actor is running
     assert ray.available_resources().get("CPU", 0.0) == before
     assert buffer.get_length() == 1
-    # A queue that has to import torch for what it holds would cost half a gigabyte and five seconds.
+    # A queue that imports torch would cost half a gigabyte and five seconds.
     entry = ray.cloudpickle.dumps(buffer._queue.get())
     code = "import pickle, sys; pickle.loads(sys.stdin.buffer.read()); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], input=entry, check=True, timeout=PATIENCE)
     actor = buffer._queue._queue.actor
     ray.kill(actor)
     with pytest.raises(ray.exceptions.RayActorError):
-        call_until_it_fails(actor)  # one may still come before its end
+        call_until_it_fails(actor)  # one call may still succeed before it ends
     with pytest.raises(PeerDied, match="queue"):
         buffer.extend(items(1, 1))
 

@@ -1,7 +1,7 @@
-"""The usage example of each seed document, call for call, with its `my_…` placeholders filled in.
+"""The usage example of each seed document, call by call, with its `my_…` placeholders filled in.
 
-Differences from the documents: smaller numbers, and no `num_gpus`. Document 000 stands before 002 because its
-maker needs a trainer, and 002's trainer a maker: they run together here, as they would in use.
+Differences from the documents: smaller numbers, and no `num_gpus`. Documents 000 and 002 run together, because 000's
+maker needs a trainer and 002's trainer needs a maker.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def my_reward_model():
 
 
 def my_initial_model():
-    return llama(0)  # a plain transformers model, as the documents say
+    return llama(0)  # a plain transformers model, as in the documents
 
 
 def my_dataloader():

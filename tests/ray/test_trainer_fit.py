@@ -19,7 +19,7 @@ def test_in_an_actor_every_concurrency_group_answers_while_fit_computes(keep):
     fit = trainer.fit.remote(3, 1)
     pass_gate(gate, "wait", "step reached")
     ray.get(trainer.buffer_append.remote(experience(2, 2)), timeout=PATIENCE)
-    full = trainer.buffer_extend.remote(items(4, 2))  # blocks: one batch waits and that is the limit
+    full = trainer.buffer_extend.remote(items(4, 2))  # blocks: one batch is waiting, which is the limit
     assert ray.get(trainer.buffer_get_length.remote(), timeout=PATIENCE) == 1
     assert ray.get(trainer.progress.remote(), timeout=PATIENCE).state == "working"
     assert ray.wait([full, fit], timeout=0)[0] == []

@@ -1,4 +1,4 @@
-"""Weight updates through real actors. How senders and receivers treat each other is tested in tests/unit/weights."""
+"""Weight updates through real actors; tests/unit/weights tests the protocol between senders and receivers."""
 
 import os
 import select
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 @pytest.fixture(scope="module")
 def shared_maker(cluster, _shared_sinks):
-    """A maker actor that lives for this module. Its version only counts up, so tests look at differences."""
+    """A maker actor shared by this module. Its version only increases, so tests check differences."""
     maker = ExperienceMakerHolder.options(name="weights-maker", num_cpus=0).remote(
         list(_shared_sinks),
         strategy,
@@ -37,7 +37,7 @@ def ask(actor, function):
 
 
 def weights_of(maker):
-    """Actor and critic of a maker actor, as they serve now."""
+    """Return the current actor and critic of a maker actor."""
     return ask(
         maker,
         lambda self: {
@@ -71,7 +71,7 @@ def version_of(maker):
 
 @pytest.fixture
 def make_trainer(keep, shared_maker):
-    """A trainer in this process, one version ahead of the maker that it updates."""
+    """Create a trainer in this process, one version ahead of the maker that it updates."""
     name, maker = shared_maker
 
     def make(**kwargs):
@@ -104,12 +104,12 @@ def test_the_seeds_plain_calls_commit_at_the_end_or_not_at_all(shared_maker):
 
 
 def by_value(trainer):
-    """As if the maker were on another host."""
+    """Make memory sharing fail, as if the maker were on another host."""
     trainer._sender._shared = None
 
 
 @pytest.mark.parametrize("change", [lambda trainer: None, by_value], ids=["shared memory", "object store"])
-def test_training_steps_change_weights_that_then_serve(shared_maker, make_trainer, change):
+def test_training_steps_change_the_served_weights(shared_maker, make_trainer, change):
     _, maker = shared_maker
     trainer = make_trainer(seed=18)
     change(trainer)
@@ -124,11 +124,11 @@ def test_training_steps_change_weights_that_then_serve(shared_maker, make_traine
     assert not serves(served, 18)
     assert version_of(maker) == trainer.version
     metrics = [record["metrics"] for record in trainer.report().records.records]
-    assert sum("actor_loss" in one and "critic_loss" in one for one in metrics) == 4  # 2 batches, twice
+    assert sum("actor_loss" in one and "critic_loss" in one for one in metrics) == 4  # 2 batches, 2 epochs
 
 
 def enter(self):
-    """Inside a maker: begin a piece of work with its models."""
+    """Run inside a maker: start using its models."""
     self.held = self._served.use()
     self.held.__enter__()
 
@@ -137,7 +137,7 @@ def leave(self):
     self.held.__exit__(None, None, None)
 
 
-def test_a_killed_trainers_whole_update_is_committed_and_half_of_one_is_not(shared_maker, make_trainer, unique):
+def test_only_a_killed_trainers_complete_update_is_committed(shared_maker, make_trainer, unique):
     name, maker = shared_maker
     version = version_of(maker) + 1
 

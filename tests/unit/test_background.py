@@ -1,4 +1,4 @@
-"""Calls that run in the background, in the order they come."""
+"""Background calls run in the order of submission."""
 
 import copy
 import doctest
@@ -34,7 +34,7 @@ def test_calls_run_in_order_on_one_thread():
     assert len({worker.run(threading.get_ident).result(timeout=SECONDS) for _ in range(3)}) == 1
 
 
-def test_an_error_is_raised_where_the_result_is_asked_for_and_later_calls_still_run():
+def test_an_error_is_raised_by_result_and_later_calls_still_run():
     worker = BackgroundThread(name="worker")
     with pytest.raises(ZeroDivisionError):
         worker.run(fail).result(timeout=SECONDS)
@@ -43,7 +43,7 @@ def test_an_error_is_raised_where_the_result_is_asked_for_and_later_calls_still_
         run_in_background(fail, name="once").result(timeout=SECONDS)
 
 
-def test_a_stuck_call_is_left_behind_by_closing():
+def test_closing_leaves_a_stuck_call_behind():
     worker, may_end = BackgroundThread(name="worker"), threading.Event()
     stuck = worker.run(lambda: may_end.wait(SECONDS))
     worker.close()

@@ -1,4 +1,4 @@
-"""The peer protocol, over threads; `tests/ray/test_peers.py` checks the same of Ray actors."""
+"""The peer protocol over threads; `tests/ray/test_peers.py` tests it over Ray actors."""
 
 import threading
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -38,13 +38,13 @@ def test_a_call_returns_what_the_method_returns_and_arguments_are_copied(peers):
         peer.call("speak")
 
 
-def test_what_a_method_raises_comes_as_the_cause_of_a_remote_error(peers):
+def test_an_exception_in_a_method_is_the_cause_of_a_remote_error(peers):
     with pytest.raises(RemoteError, match="a: 'no such thing'") as caught:
         peers["a"].call("fail").result(PATIENCE)
     assert isinstance(caught.value.cause, KeyError)
 
 
-def test_calls_of_a_dead_peer_fail_and_its_name_is_free_but_whoever_found_it_keeps_it(peers):
+def test_calls_to_a_dead_peer_fail_and_its_name_is_free_but_it_stays_cached(peers):
     found = peers.find_now("a")
     held = peers.hold("a", "hear")
     pending = found.call("hear", 1)
@@ -87,14 +87,14 @@ def test_a_shared_value_arrives_as_itself_in_every_call(peers):
     assert peers["a"].call("hear", value=shared).result(PATIENCE) == {"weights": [1, 2]}
 
 
-def test_a_peer_that_appears_in_time_is_found_and_one_that_does_not_is_named(peers):
+def test_a_late_peer_is_found_and_a_missing_one_is_named(peers):
     threading.Timer(0.05, peers.add, ["late", Echo()]).start()
     assert peers.find("late", role="echo", timeout=PATIENCE).name == "late"
     with pytest.raises(ActorNotFound, match=r"'never'.*a, b, late"):
         peers.find("never", role="echo", timeout=0.02)
 
 
-def test_a_question_is_repeated_when_its_answer_is_lost_until_its_deadline(peers, monkeypatch):
+def test_ask_retries_lost_calls_until_its_deadline(peers, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("coati.peers.time.monotonic", lambda: now[0])
     monkeypatch.setattr("coati.peers.time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
@@ -109,8 +109,8 @@ def test_a_question_is_repeated_when_its_answer_is_lost_until_its_deadline(peers
 
 
 def failed(error, now):
-    """A call that has failed at once, and gives up long after any deadline, for a test that would never end."""
-    assert now[0] < 100.0 + 10 * PATIENCE, "asked long after the deadline"
+    """Return a call that has failed. Asserts that the caller does not retry long after the deadline, or forever."""
+    assert now[0] < 100.0 + 10 * PATIENCE, "retried long after the deadline"
     call = Future()
     call.set_exception(error)
     return call

@@ -1,8 +1,8 @@
-"""Any M makers and T trainers: nobody starves, nothing is lost, everything ends.
+"""With any M makers and T trainers, no actor starves, no sample is lost, and every run ends.
 
-Whole runs in miniature, with the real leases, buffers, requests and update lists. Makers work and take updates at
-random moments; trainers step together when each has a batch; makers die, and successors take their names. What is not
-here: processes and their messages (tests/ray).
+These are whole runs in miniature, with the real leases, buffers, requests and update lists. Makers work and receive
+updates at random times; trainers step together when each has a batch; makers die and are replaced under their names.
+Processes and their messages are tested in tests/ray.
 """
 
 import itertools
@@ -37,7 +37,7 @@ class Trainer:
 class Maker:
     def __init__(self, run, name, version):
         self.run, self.version, self.incarnation = run, version, 0
-        self.work, self.inbox = deque(), deque()  # batches in work; versions on their way
+        self.work, self.inbox = deque(), deque()  # unfinished batches; versions in flight
         self.updates = Counter()
         self.prompts = LeasedPrompts(
             tiny.NumberStream(PER_VERSION, unusable=run.unusable),
@@ -49,7 +49,7 @@ class Maker:
         )
 
     def ask(self):
-        """Begin a batch, if one may be made."""
+        """Begin a batch, if the leases allow one."""
         batch = self.prompts.poll(PER_VERSION) if len(self.work) < 2 else None
         if batch is not None:
             self.work.append((batch, self.version))
@@ -93,10 +93,10 @@ class Run:
         self.makers = {name: Maker(self, name, 0) for name in names}
         self.version, self.ages = 0, []
         self.trained = [[] for _ in self.trainers]
-        self.ready = [None] * num_trainers  # batches of ranks that wait for the others
+        self.ready = [None] * num_trainers  # batches of ranks that are waiting for the others
 
     def play(self):
-        """To the end, one random event after the other."""
+        """Run random events until the run ends."""
         events = (self.ask, self.finish, self.update, self.train)
         while self.version < self.versions:
             if self.num_deaths and self.dice.random() < 0.1:
@@ -115,7 +115,7 @@ class Run:
         return self._any(Maker.update)
 
     def train(self):
-        """One step of all trainers together; then each sends the new version to its makers."""
+        """Take a step on all trainers together; then each sends the new version to its makers."""
         before = self.ready.count(None)
         self.ready = [
             trainer.buffer.try_sample(0.0) if batch is None else batch
@@ -134,7 +134,7 @@ class Run:
         return True
 
     def die(self):
-        """A maker dies, and its successor has the newest weights and nothing else."""
+        """Replace a random maker by a successor that has only the newest weights."""
         self.num_deaths -= 1
         name = self.dice.choice(list(self.makers))
         for trainer in self.trainers:
@@ -152,14 +152,14 @@ def check(num_makers, num_trainers, max_staleness, **options):
     total = PER_VERSION * run.versions
     assert [len(found) for found in run.trained] == [total] * num_trainers, "every trainer gets its samples"
     everything = [number for found in run.trained for number in found]
-    assert len(set(everything)) == len(everything), "nothing is trained on twice"
+    assert len(set(everything)) == len(everything), "no sample is trained on twice"
     if not run.unusable:
-        assert sorted(everything) == list(range(total * num_trainers)), "nothing is lost"
+        assert sorted(everything) == list(range(total * num_trainers)), "no sample is lost"
     if max_staleness is not None:
         assert 0 <= min(run.ages) <= max(run.ages) <= max_staleness
-    assert not any(trainer.buffer.num_items_waiting for trainer in run.trainers), "nothing is left behind"
+    assert not any(trainer.buffer.num_items_waiting for trainer in run.trainers), "no sample is left over"
     assert all(maker.version == run.version for maker in run.makers.values())
-    assert all(max(maker.updates.values(), default=1) == 1 for maker in run.makers.values()), "no update comes twice"
+    assert all(max(maker.updates.values(), default=1) == 1 for maker in run.makers.values()), "no update arrives twice"
     return run
 
 
@@ -189,6 +189,6 @@ def test_prompts_that_cannot_be_used_are_replaced(max_staleness):
         check(makers, trainers, max_staleness, unusable=range(0, 100, 5))
 
 
-def test_on_policy_runs_train_on_the_same_batches_whoever_makes_them():
+def test_on_policy_runs_train_on_the_same_batches_with_any_makers():
     runs = [check(makers, 2, 0, num_deaths=deaths, seed=makers) for makers in (1, 3, 8) for deaths in (0, 4)]
     assert all(run.trained == runs[0].trained for run in runs)

@@ -1,4 +1,4 @@
-"""Tensors travel as they are: no dtype is converted, no bit changed."""
+"""The wire format preserves every dtype and every bit."""
 
 import doctest
 import gc
@@ -51,11 +51,11 @@ def test_nan_payloads_and_negative_zero_survive():
     assert decode(encode(original)).view(torch.int16).tolist() == bits.tolist()
 
 
-def test_bfloat16_travels_in_two_bytes_per_number():
+def test_bfloat16_takes_two_bytes_per_number():
     assert encode(torch.zeros(8, dtype=torch.bfloat16)).array.nbytes == 16
 
 
-def test_a_contiguous_cpu_tensor_is_not_copied_and_a_transposed_one_is_laid_out():
+def test_only_non_contiguous_cpu_tensors_are_copied():
     tensor = torch.arange(6.0).reshape(2, 3)
     assert encode(tensor).array.ctypes.data == tensor.data_ptr()
     transposed = encode(tensor.T).array
@@ -92,5 +92,5 @@ def test_a_read_only_array_is_decoded_without_a_warning_and_stays_alive():
         assert torch.equal(tensor, torch.ones(shape, dtype=torch.bfloat16))
 
 
-def test_a_parameter_travels_without_its_graph():
+def test_a_parameter_is_encoded_without_its_graph():
     assert not decode(encode(torch.nn.Parameter(torch.ones(2)))).requires_grad

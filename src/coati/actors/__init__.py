@@ -1,1 +1,1 @@
-"""Trainers and makers as plain classes. `coati.ray` makes actors of them; the synchronous run has one of each."""
+"""Trainers and makers as plain classes. `coati.ray` wraps them in actors; the synchronous run uses one of each."""

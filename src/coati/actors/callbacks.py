@@ -1,9 +1,9 @@
 """Hooks into the loops of makers and trainers, and two callbacks that measure performance.
 
-They are pickled into the Ray actors and run there, in the thread of the loop: what they collect stays in the actor.
+Callbacks are pickled into the Ray actors and run there, in the thread of the loop; the data they collect stays there.
 """
 
-# The diagrams of `MakerCallback` and `TrainerCallback` say when each hook runs.
+# The diagrams in `MakerCallback` and `TrainerCallback` show when each hook runs.
 # ruff: noqa: D102
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 class _Callback:
     timeline = Timeline()
-    """The account of the actor's time, which the actor sets before it runs a hook."""
+    """Where the actor's time went; the actor sets it before it runs a hook."""
 
 
 class MakerCallback(_Callback):
     """Hooks into the working loop of an experience maker. Each does nothing unless overridden.
 
-    They run in this order, even where a maker begins a batch before the last one is delivered::
+    They run in this order, even if a maker begins a batch before the previous one is delivered::
 
         on_loop_start
           on_batch_start
@@ -62,8 +62,8 @@ class TrainerCallback(_Callback):
           on_episode_end(episode)                                … for every episode
         on_fit_end
 
-    A batch is empty in a trainer that has no data left while others of its group have some. At `on_update_end` new
-    weights are on their way to the makers; at `on_fit_end` they have verified the last.
+    A batch is empty if this trainer has run out of data while others in its group have not. At `on_update_end` the new
+    weights are in flight to the makers; at `on_fit_end` the makers have verified the last ones.
     """
 
     def on_fit_start(self) -> None: ...
@@ -79,7 +79,7 @@ class TrainerCallback(_Callback):
 
 
 class _PerformanceEvaluator(_Callback):
-    """Counts what a loop does, and reads off the timeline what that took; `str` summarizes it."""
+    """Counts the samples and tokens of a loop and takes its duration from the timeline; `str` gives a summary."""
 
     title: str
     flops_per_token: float
@@ -113,10 +113,10 @@ class _PerformanceEvaluator(_Callback):
 
 
 class ExperienceMakerPerformanceEvaluator(_PerformanceEvaluator, MakerCallback):
-    """Measures each loop of a maker: throughput, FLOP/s, shares of its time. Logs a summary at the end.
+    """Measures throughput, FLOP/s and time shares of each working loop of a maker; logs a summary at the end.
 
-    A token, of a prompt or a response, takes 2 FLOPs for each weight of the actor to generate it, and 2 for each weight
-    of all models to score it. What is computed once (a prompt of several samples) counts each time.
+    Each prompt or response token costs 2 FLOPs per actor weight to generate and 2 FLOPs per weight of every model to
+    score. A prompt that several samples share counts once per sample, although it is computed once.
     """
 
     title = "Experience maker"
@@ -137,11 +137,11 @@ class ExperienceMakerPerformanceEvaluator(_PerformanceEvaluator, MakerCallback):
 
 
 class TrainerPerformanceEvaluator(_PerformanceEvaluator, TrainerCallback):
-    """Measures each fit of a trainer: throughput, FLOP/s, shares of its time. Logs a summary at the end.
+    """Measures throughput, FLOP/s and time shares of each `fit` of a trainer; logs a summary at the end.
 
-    A token takes 6 FLOPs for each weight of actor and critic (forward 2, backward 4), and 8 with gradient
-    checkpointing. Prompts that samples share count each time, and a sample counts once for each epoch. The first
-    `ignore_first_episodes` episodes warm up caches and kernels; they are left out if there are more.
+    Each token costs 6 FLOPs per weight of actor and critic (forward 2, backward 4), or 8 with gradient checkpointing. A
+    prompt that several samples share counts once per sample, and a sample counts once per epoch. The first
+    `ignore_first_episodes` episodes are warm-up; they are excluded if more episodes follow.
     """
 
     title = "Trainer"
@@ -161,7 +161,7 @@ class TrainerPerformanceEvaluator(_PerformanceEvaluator, TrainerCallback):
         self._begin()
 
     def on_episode_start(self, episode: int) -> None:  # noqa: ARG002
-        # Counted here, not read off `episode`: a resumed run starts at a later number, as cold as any other.
+        # Counted here, because `episode` does not start at 0 in a resumed run, which needs the same warm-up.
         self._num_episodes += 1
         if self._num_episodes == self._num_warmup + 1:
             self._begin()
@@ -173,6 +173,6 @@ class TrainerPerformanceEvaluator(_PerformanceEvaluator, TrainerCallback):
 
 
 def num_parameters(model: Any) -> int:
-    """Return the number of weights of a model; 0 for what is not a model, such as a reward function."""
+    """Return the number of weights of a model; 0 for anything else, such as a reward function."""
     parameters = getattr(model, "parameters", None)
     return sum(parameter.numel() for parameter in parameters()) if callable(parameters) else 0

@@ -1,4 +1,4 @@
-"""What a trainer and a maker have in common: where they live, what they report, how they are stopped."""
+"""The common base of trainers and makers: the process that hosts them, their reports, and how they stop."""
 
 import os
 import threading
@@ -18,42 +18,44 @@ ENV_INFO_KEYS = ("local_rank", "rank", "world_size", "master_addr", "master_port
 
 
 class Host:
-    """A process that others may share. `coati.ray.environment.ActorHost` is a Ray actor of one's own."""
+    """The process that a trainer or maker runs in, possibly with others; `ActorHost` is a dedicated Ray actor."""
 
     may_lend_memory = False
-    """Whether makers in other processes may read weights in the memory of its card."""
+    """Whether makers in other processes may read weights directly from this process's GPU memory."""
 
     def __init__(self, name: str = "", peers: Peers | None = None, stop: threading.Event | None = None) -> None:
-        """`name` is how peers find what lives here; `stop` is set to end its loop."""
+        """Peers find the trainer or maker under `name`; setting `stop` ends its loop."""
         self.name = name
         self.peers = peers or LocalPeers()
         self.stop = stop or threading.Event()
 
     def set_up_log(self, records: RecordLog[dict[str, Any]], *, debug: bool) -> None:
-        """Log what is done here, and keep warnings among `records`; a shared process does that for all."""
+        """Set up logging, and copy warnings to `records`; does nothing in a shared process, which sets it up once."""
 
-    def leave_out_of_collections(self) -> None:
-        """Exclude what is loaded so far from garbage collection, if it stays until the process ends."""
+    def exclude_from_gc(self) -> None:
+        """Exclude all objects that exist now from garbage collection; does nothing in a shared process."""
 
     def make_buffer(self, *_size: Any, **_makers: Any) -> SampleBuffer:
-        """Make the buffer of a trainer whose makers have data loaders of their own."""
-        raise ConfigError("outside of Ray a trainer needs options.rules, by which makers lease work, got none.")
+        """Create the buffer of a trainer whose makers have their own data loaders."""
+        raise ConfigError(
+            "outside Ray, a trainer needs options.rules, by which makers lease work, got none. Set options.rules."
+        )
 
 
 class Progress(NamedTuple):
-    """Where a trainer or a maker stands."""
+    """The progress of a trainer or maker."""
 
     state: str  # "idle", "working", "finished" or "failed"
-    version: int  # that of its weights
-    num_samples: int  # that were delivered, or trained on
-    num_batches: int = 0  # steps of a trainer
-    num_waiting: int = 0  # whole batches in its buffer
-    has_weights: bool = True  # whether all weights of a maker came from a trainer
-    num_made: int = 0  # samples that a trainer has taken in
+    version: int  # of its weights
+    num_samples: int  # samples delivered by a maker, or trained on by a trainer
+    num_batches: int = 0  # training steps taken by a trainer
+    num_waiting: int = 0  # whole batches in a trainer's buffer
+    has_weights: bool = True  # whether a maker has received all its weights from a trainer
+    num_made: int = 0  # samples that a trainer has received
 
 
 class Report(NamedTuple):
-    """What came after two cursors: records with metrics, samples and warnings; what was done and waited for."""
+    """Everything recorded after two cursors: records (metrics, samples, warnings), and spans of work and waiting."""
 
     progress: Progress
     records: RecordPage[dict[str, Any]]
@@ -61,10 +63,10 @@ class Report(NamedTuple):
 
 
 class Worker:
-    """A trainer or a maker. What is asked here is answered at any time."""
+    """A trainer or a maker. `stop`, `progress` and `report` may be called from other threads while the loop runs."""
 
     host_class: Callable[[], Host] = Host
-    """Makes the host of one that is given none."""
+    """Creates the host if none is passed."""
 
     def __init__(self, host: Host | None, callbacks: Sequence[MakerCallback | TrainerCallback], *, debug: bool) -> None:
         self.host = host or self.host_class()
@@ -75,11 +77,11 @@ class Worker:
         self.host.set_up_log(self._records, debug=debug)
 
     def stop(self) -> None:
-        """End the loop before its next batch; what is made is delivered, weights and buffer stay as they are."""
+        """End the loop before its next batch; finished samples are delivered, and weights and buffer are kept."""
         self.host.stop.set()
 
     def notify(self, hook: str, *args: Any) -> None:
-        """Run a hook of each callback, in order; a note on what one raises names it and the hook."""
+        """Run a hook of each callback, in order; a note on an exception names the callback and the hook."""
         for callback in self.callbacks:
             callback.timeline = self._timeline
             try:
@@ -89,11 +91,11 @@ class Worker:
                 raise
 
     def progress(self) -> Progress:
-        """Return where it stands."""
+        """Return the current progress."""
         raise NotImplementedError
 
     def report(self, record_cursor: int = 0, span_cursor: int = 0) -> Report:
-        """Return where it stands, and what came after these cursors."""
+        """Return the current progress, and the records and spans after these cursors."""
         return Report(self.progress(), self._records.since(record_cursor), self._timeline.since(span_cursor))
 
 
@@ -103,13 +105,13 @@ def apply_env_info(env_info: Mapping[str, str | int] | None) -> None:
     if unknown := [key for key in env_info if key not in ENV_INFO_KEYS]:
         raise ConfigError(
             f"env_info may hold {', '.join(ENV_INFO_KEYS)}, got {', '.join(map(repr, unknown))}. Other "
-            "variables do not travel to workers; use Ray's runtime_env for them."
+            "variables are not passed to workers. Use Ray's runtime_env for them."
         )
     for key, value in env_info.items():
         os.environ[key.upper()] = str(value)
 
 
 def set_up_gpu(device: torch.device) -> None:
-    """Turn cuDNN's attention off, which plans for each new shape of a batch: 47 ms on the host of an H200."""
+    """Turn off cuDNN attention, which replans for every new batch shape: 47 ms on the host of an H200."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,8 +1,8 @@
-"""A maker: prompts in, experience out to the trainers, new weights in between.
+"""A maker: turns prompts into experience for the trainers, and receives new weights while it works.
 
-`workingloop` asks for leases, makes experience and sends it (`coati.experience_maker.work_loop`). Beside it,
-`update_experience_maker` stages and verifies weights, and offers them to the models, which commit them between two
-tokens (`rollout.in_flight`) or when nothing is being made.
+`workingloop` requests leases, makes experience and sends it (`coati.experience_maker.work_loop`). Concurrently, in
+another thread, `update_experience_maker` stages and verifies weights and offers them to the models, which commit them
+between two tokens (`rollout.in_flight`) or when nothing is being generated or scored.
 """
 
 import logging
@@ -38,8 +38,8 @@ class Maker(Worker):
     """Holds four models, makes experience with them, and sends it to trainers.
 
     `model_fn()` returns (actor, critic, reward_model, initial_model); the critic is None for algorithms without one,
-    and the reward model may be a `RewardScorer` over text. With `options.rules`, the maker makes only what it leases
-    from its trainers. Generate options come as keywords or in `options.rollout`.
+    and the reward model may be a `RewardScorer` over text. With `options.rules`, the maker works only on leases that
+    its trainers grant. Pass generate options as keywords or in `options.rollout`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Maker(Worker):
             raise ConfigError("detached_trainer_name_list must name at least one trainer, got an empty list.")
         self._options = options = options or MakerOptions()
         generate_kwargs = options.generate_options(generate_kwargs)
-        GenerateOptions.parse(**generate_kwargs)  # an unknown option is an error now, not in the first batch
+        GenerateOptions.parse(**generate_kwargs)  # raise for an unknown option now, not in the first batch
         apply_env_info(env_info)
         set_up_cpu(options.num_threads)
         self._sync_models_from_trainers = sync_models_from_trainers
@@ -73,7 +73,7 @@ class Maker(Worker):
         self._name = self.host.name or f"maker-{os.getpid()}"
         strategy = strategy_fn()
         set_up_gpu(strategy.device)
-        # Built whole, not in `model_init_context`: a model inside a reward would never get its weights.
+        # Not in `model_init_context`: a model inside a reward would never get its weights.
         models = [strategy.prepare(model) if isinstance(model, nn.Module) else model for model in model_fn()]
         maker = build_maker(
             options.maker,
@@ -100,14 +100,14 @@ class Maker(Worker):
             self.callbacks.append(ExperienceMakerPerformanceEvaluator(*map(num_parameters, models)))
 
     def workingloop(self, dataloader_fn: Callable[[], Any], num_epochs: int = 1, num_steps: int = 0) -> None:
-        """Make experience from `num_steps` batches of `dataloader_fn()`, or from `num_epochs` passes; deliver it."""
+        """Make and deliver experience from `num_steps` batches of `dataloader_fn()`, or from `num_epochs` passes."""
         self._state = "working"
-        self._timeline.take()  # it is this thread whose time counts
+        self._timeline.take()  # the timeline measures this thread from here on
         try:
             with self._timeline.span("wait_weights"):
                 self._await_first_weights()
-            self.host.leave_out_of_collections()
-            self._timeline.take()  # the metrics of this loop begin here
+            self.host.exclude_from_gc()
+            self._timeline.take()  # the metrics of this loop exclude earlier time
             self.notify("on_loop_start")
             self.make_loop(dataloader_fn, num_epochs, num_steps).run()
             self._sender.flush()
@@ -118,7 +118,7 @@ class Maker(Worker):
         self._state = "finished"
 
     def make_loop(self, dataloader_fn: Callable[[], Any], num_epochs: int = 1, num_steps: int = 0) -> WorkLoop:
-        """Make what `workingloop` runs: it works on leased prompts in a run, else on what the loader gives."""
+        """Create the loop that `workingloop` runs, over leased prompts in a run, else over the loader's batches."""
         return WorkLoop(
             self.pipeline,
             self._make_source(dataloader_fn, num_epochs, num_steps),
@@ -143,9 +143,9 @@ class Maker(Worker):
         *,
         message: WeightMessage | None = None,
     ) -> None:
-        """Take part of a weight update: a message, or state dicts between `chunk_start=True` and `chunk_end=True`.
+        """Receive part of a weight update: a message, or state dicts from `chunk_start=True` to `chunk_end=True`.
 
-        It is verified as a whole and committed at once; if anything is wrong, the maker keeps its current weights.
+        An update is verified as a whole and committed at once; if it is invalid, the maker keeps its current weights.
         """
         if message is not None:
             self._receiver.receive(message)
@@ -159,11 +159,11 @@ class Maker(Worker):
             )
 
     def sharing_fault(self, probe: Chunk) -> str | None:
-        """Why this maker cannot read weights in a trainer's memory; None if it can."""
+        """Return why this maker cannot read weights from a trainer's memory; None if it can."""
         return self._receiver.sharing_fault(probe)
 
     def progress(self) -> Progress:
-        """Return where this maker stands."""
+        """Return this maker's progress."""
         served = self._served
         return Progress(self._state, served.version, self._sender.num_delivered, has_weights=served.is_synced)
 
@@ -173,7 +173,7 @@ class Maker(Worker):
             maker,
             self._served,
             generate_kwargs=generate_kwargs,
-            # Prompts that come without ids are numbered from a different start in each maker.
+            # Prompts without ids get numbers that start at a different value in each maker.
             first_sample_id=(zlib.crc32(self._name.encode()) & 0x7FFFFF) << 40,
             in_flight=rollout is not None and rollout.in_flight,
             timeline=self._timeline,
@@ -195,7 +195,7 @@ class Maker(Worker):
         if rules is None:
             return LoaderPrompts(dataloader_fn, num_epochs, num_steps, maker=self._name)
         return LeasedPrompts(
-            dataloader_fn(),  # a `PromptStream`, in which leased prompts can be looked up
+            dataloader_fn(),  # a `PromptStream`, which looks up leased prompts by number
             self._trainer_names,
             rules,
             self._served,
@@ -209,8 +209,8 @@ class Maker(Worker):
 
     def _await_first_weights(self) -> None:
         if self._sync_models_from_trainers:
-            logger.info("maker %s waits for a full weight update from its trainers", self._name)
-            # In a run only makers that join wait here, for the next version or until the trainer waits for samples.
+            logger.info("maker %s is waiting for a full weight update from its trainers", self._name)
+            # In a run only a maker that joins late waits here: until the trainer publishes, or waits for samples.
             deadlines, is_in_run = self._options.deadlines, self._options.rules is not None
             wait_in_slices(
                 lambda seconds: self.host.stop.is_set() or self._served.wait_for_full_update(seconds),

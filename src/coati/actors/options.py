@@ -1,4 +1,4 @@
-"""What trainers and makers take besides the contract's arguments: sections of settings, and their part in a run."""
+"""Options of trainers and makers beyond the contract's arguments: sections of settings, and their role in a run."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from coati.trainer.ppo import PPOLearner
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
-    """How a trainer learns and publishes. By default plain PPO on data of any age.
+    """How a trainer learns and publishes weights. The default is plain PPO on data of any age.
 
     >>> TrainerOptions(train=TrainSettings(actor_lr=3e-3)).train.actor_lr
     0.003
@@ -36,27 +36,27 @@ class TrainerOptions:
     train: TrainSettings = dataclasses.field(default_factory=TrainSettings)
     algorithm: AlgorithmSettings = dataclasses.field(default_factory=lambda: AlgorithmSettings(correction="none"))
     topology: TopologySettings = dataclasses.field(default_factory=lambda: TopologySettings(max_staleness=-1))
-    """Staleness bound, whether only adapters are sent, and chunk size; the rest is not the trainer's."""
+    """The trainer uses only the staleness bound, `update_lora_weights` and the chunk size."""
     deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     seed: int = 0
-    num_threads: int = 0  # CPU threads of torch; 0 leaves them alone
+    num_threads: int = 0  # torch CPU threads; 0 keeps torch's default
     max_response_tokens: int = 0  # longest response, which `algorithm.normalization = "constant"` divides by
     save_folder: Path | None = None  # where checkpoints go (`train.save_every`); None saves none
     resume: Path | None = None  # the checkpoint that training continues from; all ranks must see it
     tokenizer: Callable[[], Any] | None = None  # loads the tokenizer that is saved with the actor; None saves none
-    rules: LedgerRules | None = None  # what makers lease work by; None takes what comes
-    journal: Path | None = None  # where the account of all leases is written
+    rules: LedgerRules | None = None  # the rules by which makers lease work; None accepts all deliveries
+    journal: Path | None = None  # the journal file that records all leases
     run_name: str = ""
     incarnation: int = 0
-    """How often the trainers of the run were started again; makers refuse those that others have replaced."""
-    evaluations: Callable[..., EvalSchedule] = EvalSchedule  # makes the schedule, which the first trainer has
-    learner: Callable[..., PPOLearner] = PPOLearner  # makes the learner: a subclass with another loss, for example
+    """How often the trainers of this run were restarted; makers reject updates from earlier incarnations."""
+    evaluations: Callable[..., EvalSchedule] = EvalSchedule  # creates the evaluation schedule (trainer 0 only)
+    learner: Callable[..., PPOLearner] = PPOLearner  # creates the learner, for example a subclass with another loss
 
     @classmethod
     def of_run(
         cls, config: RunSettings, parts: Parts, *, rank: int = 0, resume: Path | None = None, incarnation: int = 0
     ) -> Self:
-        """Those of a trainer of a run; the first has the evaluations."""
+        """Build the options of one trainer of a run; only rank 0 schedules evaluations."""
         return cls(
             train=config.train,
             algorithm=config.algorithm,
@@ -84,7 +84,7 @@ class TrainerOptions:
         value_clip: float,
         update_lora_weights: bool,
     ) -> Self:
-        """Put the contract's arguments into the sections that have them as settings."""
+        """Return a copy with the contract's arguments merged into the sections of settings."""
         train = self.train.with_arguments("options.train", train_batch_size=("batch_size", train_batch_size, 8))
         algorithm = self.algorithm.with_arguments(
             "options.algorithm", eps_clip=("eps_clip", eps_clip, 0.2), value_clip=("value_clip", value_clip, 0.4)
@@ -97,26 +97,26 @@ class TrainerOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MakerOptions:
-    """How a maker writes and scores, and which part of a run is its own."""
+    """How a maker generates and scores experience, and its role in a run."""
 
     algorithm: AlgorithmSettings = dataclasses.field(default_factory=AlgorithmSettings)
     rollout: RolloutSettings | None = None
-    """Engine and generate options; None takes the generate options from keywords, and the reference engine."""
+    """Engine and generate options; None uses the reference engine, with generate options from keywords."""
     deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     logging: LoggingSettings = dataclasses.field(default_factory=LoggingSettings)
     seed: int = 0
-    num_threads: int = 0  # CPU threads of torch; 0 leaves them alone
-    incarnation: int = 0  # greater than those of all makers that had its name before
+    num_threads: int = 0  # torch CPU threads; 0 keeps torch's default
+    incarnation: int = 0  # greater than that of every earlier maker of the same name
     rules: LedgerRules | None = None
-    """What trainers lease work by; they bound how old training data gets. None makes all that comes."""
-    evaluations: Callable[..., EvaluationWork] | None = None  # makes what evaluates for the run
+    """The rules by which trainers grant leases, which bound staleness; None processes the whole data loader."""
+    evaluations: Callable[..., EvaluationWork] | None = None  # creates the part that runs evaluations
     maker: Callable[..., ExperienceMaker] = NaiveExperienceMaker
-    """Makes the maker: a class or function that takes the four models and, of the keywords algorithm, seed and engine,
-    those that it declares."""
+    """Creates the experience maker: a class or function that takes the four models, and those of the keywords
+    `algorithm`, `seed` and `engine` that it declares."""
 
     @classmethod
     def of_run(cls, config: RunSettings, parts: Parts, *, incarnation: int = 0) -> Self:
-        """Those of a maker of a run."""
+        """Build the options of one maker of a run."""
         return cls(
             algorithm=config.algorithm,
             rollout=config.rollout,
@@ -131,12 +131,13 @@ class MakerOptions:
         )
 
     def generate_options(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """All options of `generate`: those of `rollout`, and keywords that it does not decide."""
+        """Return all generate options: those of `rollout`, plus keywords that `rollout` does not set."""
         if self.rollout is None:
             return dict(keywords)
         decided = self.rollout.generate_options
         if both := sorted({"max_length", *decided} & keywords.keys()):
             raise ConfigError(
-                f"options.rollout decides {', '.join(both)}, which came as a keyword too. Pass one of them."
+                f"options.rollout sets the length and sampling of responses, got {', '.join(both)} as a keyword too. "
+                "Set each option in one place."
             )
         return {**decided, **keywords}

@@ -1,4 +1,4 @@
-"""PPO and its relatives: a learner, the buffer it feeds on, and the weight channel to its makers."""
+"""The PPO trainer: a learner, the replay buffer that feeds it, and the channel that sends weights to its makers."""
 
 import contextlib
 import functools
@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 
 
 class PlainPPOTrainer(Trainer):
-    """Trains actor and critic with PPO or a relative, and sends their weights to the makers after each episode.
+    """Trains actor and critic with PPO or a variant of it, and sends their weights to the makers after each episode.
 
-    `model_fn()` returns (actor, critic), the critic None for algorithms without one. An argument that contradicts a
-    setting of `options` is an error. To change the loss, pass a subclass of `PPOLearner` as `options.learner`.
+    `model_fn()` returns (actor, critic); the critic is None for algorithms without one. An argument that contradicts a
+    setting in `options` is an error. To change the loss, pass a subclass of `PPOLearner` as `options.learner`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PlainPPOTrainer(Trainer):
         apply_env_info(env_info)
         set_up_cpu(options.num_threads)
         self._leased = _leased_buffer(options)
-        super().__init__(  # before the models, whose warnings it keeps
+        super().__init__(  # before the models are built: it records their warnings
             experience_maker_holder_name_list,
             train_batch_size=options.train.batch_size,
             buffer_limit=buffer_limit,
@@ -92,19 +92,19 @@ class PlainPPOTrainer(Trainer):
         if eval_performance:
             self.callbacks.append(TrainerPerformanceEvaluator(num_parameters(actor), num_parameters(critic)))
         self._learner = self.make_learner(actor, critic)
-        self._max_staleness = options.topology.max_staleness  # below 0: none
-        self._version_metrics: dict[str, float] = {}  # of the version made last
+        self._max_staleness = options.topology.max_staleness  # negative: unbounded
+        self._version_metrics: dict[str, float] = {}  # of the latest version
         self._num_steps_unpublished = 0
         self._sender = self._make_sender()
-        self._sync: Future[None] | None = None  # the last update of all weights
-        # Held while weights change and while they are read for publishing, so that no update is torn at its source.
-        self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
+        self._sync: Future[None] | None = None  # the last full update
+        # Held while weights change and while they are read for publishing, so that no update mixes two versions.
+        self._weights_lock = threading.RLock()  # reentrant: a sync publishes while it holds the lock
         self._checkpoints = self._make_checkpoints()
         self._evaluations = options.evaluations(record=self._records.append, stop=self.stop)
-        self._continue()
+        self._resume()
 
     def make_learner(self, actor: nn.Module, critic: nn.Module | None) -> PPOLearner:
-        """Make the learner; override it, or pass `options.learner`, to learn in another way."""
+        """Create the learner. Override this, or pass `options.learner`, to change how it learns."""
         return self.options.learner(
             actor,
             critic,
@@ -126,8 +126,8 @@ class PlainPPOTrainer(Trainer):
             write_seconds=self.deadlines.update_seconds,
         )
 
-    def _continue(self) -> None:
-        """Go on from a checkpoint, or from the start if this trainer replaces one that had none."""
+    def _resume(self) -> None:
+        """Resume from the checkpoint, or restart the buffer if this trainer replaces one that had no checkpoint."""
         if self.options.resume is None:
             if self.options.incarnation and self._leased is not None:
                 self._leased.start_over()
@@ -154,18 +154,18 @@ class PlainPPOTrainer(Trainer):
         )
 
     def _note_weights(self, version: int, digests: Mapping[str, Mapping[str, str]], makers: Sequence[str]) -> None:
-        """Have the journal hold the digests of weights that are sent."""
+        """Record the digests of sent weights in the journal."""
         assert self._leased is not None
         self._leased.note_weights(version, digests, makers)
 
     def training_step(self, experience: Experience) -> dict[str, float]:
-        """One step of actor and critic; metrics include `actor_loss` and, with a critic, `critic_loss`."""
+        """Run one optimizer step; the metrics include `actor_loss` and, with a critic, `critic_loss`."""
         ages = experience.age_metrics(self.version)
         oldest = ages["train/age_max"]
         if 0 <= self._max_staleness < oldest:
             raise StalenessExceeded(
                 f"a batch holds samples {oldest:g} versions old, but max_staleness is {self._max_staleness}. "
-                "Have makers lease their work (options.rules, with the same bound), or leave max_staleness out."
+                "Make makers lease their work (options.rules, with the same bound), or leave max_staleness out."
             )
         with self._hold_weights():
             metrics = plain_metrics(self._learner.step(experience))
@@ -178,18 +178,18 @@ class PlainPPOTrainer(Trainer):
         }
 
     def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
-        """Send all weights to the makers, and wait until they have them.
+        """Send all weights to the makers and wait until they have verified them.
 
-        What was trained since the last version, by hand or by an episode of `fit` so far, is a version of its own.
+        Steps taken since the last version, by hand or by the current episode of `fit`, become a version of their own.
         """
         self._refuse_in_group_fit("sync its makers", "fit sends new weights after every episode")
-        self._sender.settle()  # before the lock, which a step waits for
+        self._sender.settle()  # before taking the lock: a training step may be waiting for it
         with self._hold_weights():
             if self._num_steps_unpublished > 0:
                 if self._leased is not None and self._state == "working":
                     raise CoatiError(
-                        "a trainer that leases work cannot sync its makers in the middle of an episode: versions are "
-                        "what its leases count. fit sends new weights after every episode; sync before or after fit."
+                        "a trainer that leases work cannot sync its makers in the middle of an episode, because its "
+                        "leases count versions. fit sends new weights after every episode; sync before or after fit."
                     )
                 self.version += 1
             super().sync_models_to_remote_makers(**kwargs)
@@ -197,29 +197,30 @@ class PlainPPOTrainer(Trainer):
             self._sender.end_update(self._sync)
 
     def change_makers(self, maker_names: Sequence[str]) -> None:
-        """Send weights to these makers from now on; those that joined get all of them with the next version."""
+        """Send weights to these makers from now on; new ones get all weights with the next version."""
         with self._hold_weights():  # not in the middle of an update
             self._sender.change_makers(maker_names)
 
     def next_evaluation(self, maker: str, version: int, incarnation: int) -> EvalJob | None:
-        """Give a maker an evaluation that is due."""
+        """Return an evaluation that is due for this maker to run; None if there is none."""
         return self._evaluations.grant(maker, version, incarnation)
 
     def evaluated(self, job: EvalJob, found: Mapping[str, Any]) -> bool:
-        """Take what a maker found; False if others have taken its job over."""
+        """Accept a maker's evaluation results; False if the job was reassigned."""
         return self._evaluations.report(EvalJob(*job), found)
 
     def release_maker(self, maker: str, reason: str) -> None:
-        """A maker is gone or does not respond: grant its leases to others, and do not wait for it."""
+        """Reassign the leases and evaluations of a maker that is gone or unresponsive, and stop waiting for it."""
         self._sender.recipients.abandon(maker)
         self._evaluations.release(maker)
         super().release_maker(maker, reason)
 
     def _update_late_makers(self) -> None:
-        """Send the weights of this version, and what its episode has made of them so far, to makers that missed it.
+        """Send the current weights to makers that missed this version, without waiting for the next one.
 
-        So with `update_steps` above 1 a version can mean two sets of weights. Sharded ranks can gather weights only
-        together, so there the next version has to do.
+        They include the steps of the current episode, so with `update_steps` above 1 one version number can stand for
+        two sets of weights. With sharded parameters this does nothing, because only all ranks together can gather them:
+        those makers wait for the next version.
         """
         self._sender.check()
         if not self.strategy.shards_parameters and self._sender.recipients.need_all:
@@ -230,7 +231,7 @@ class PlainPPOTrainer(Trainer):
     def _update_remote_makers(self, fully_update: bool = False, **config: Any) -> None:
         """Send the weights as version `self.version`; `config` may hold `shard_size` in MiB.
 
-        The weights have been read when this returns. What goes wrong later, `fit` raises; with a full update, a sync.
+        Returns once the weights have been read. `fit` raises errors that occur later; for a full update, the sync does.
         """
         metrics = dict(self._version_metrics)
         record = {"batch": self._num_batches, "version": self.version, "metrics": metrics}
@@ -247,41 +248,41 @@ class PlainPPOTrainer(Trainer):
             self._num_steps_unpublished = 0
 
     def strategy_save_actor(self, path: str, only_rank0: bool = False) -> None:
-        """Save the actor, with `options.tokenizer`, as a folder that transformers loads; all ranks must call."""
+        """Save the actor and `options.tokenizer` as a folder that transformers can load; all ranks must call this."""
         self._refuse_in_group_fit("save", "Use save_every and save_folder")
         try:
-            self._checkpoints.wait()  # after a failure this is the last call before the end
-        except DeadlineExceeded as error:  # one that is stuck must not cost the model too
+            self._checkpoints.wait()  # after a failure nothing else waits for it before the process ends
+        except DeadlineExceeded as error:  # a stuck checkpoint must not prevent saving the model
             logger.error("%s", error)
 
         def add(folder: Path) -> None:
             if (load := self.options.tokenizer) is not None:
                 load().save_pretrained(folder)
-            (folder / "coati.json").write_text(json.dumps({"version": self.version}))  # what `coati eval` calls it
+            (folder / "coati.json").write_text(json.dumps({"version": self.version}))  # shown by `coati eval`
 
         with self._hold_weights():
             self.strategy.save_model(self._learner.actor, path, only_rank0, add=add)
 
     def strategy_save_critic(self, path: str, only_rank0: bool = False) -> None:
-        """Save the critic as a folder that `Critic.from_pretrained` loads."""
+        """Save the critic as a folder that `Critic.from_pretrained` can load."""
         self._refuse_in_group_fit("save", "Use save_every and save_folder")
         if self._learner.critic is None:
-            raise CheckpointError(f"there is no critic to save to {path}: the algorithm of this trainer has none.")
+            raise CheckpointError(f"there is no critic to save to {path}: this trainer's algorithm does not use one.")
         with self._hold_weights():
             self.strategy.save_model(self._learner.critic, path, only_rank0)
 
     def publish(self) -> None:
-        """Send the makers the next version."""
+        """Send the weights to the makers as the next version."""
         self._version_metrics = trainer_metrics(self._timeline.take())
-        with self._hold_weights():  # a sync may make a version too
+        with self._hold_weights():  # a concurrent sync may create a version too
             super().publish()
 
     def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
-        """Save a checkpoint if `train.save_every` says so, or a run is stopped."""
+        """Save a checkpoint if `train.save_every` makes one due, or if the run was stopped."""
         was_stopped = was_stopped and self._leased is not None
         if self._checkpoints.is_due(self.version, num_fresh, was_stopped=was_stopped):
             with self._timeline.span("save"), self._hold_weights():
-                # The driver may not have written the last ones yet when the run ends.
+                # The driver may not have fetched the latest records when the run ends.
                 records = self._records.since(0).records[-READ_KEPT:]
                 counters = {
                     "fresh": num_fresh,
@@ -293,12 +294,12 @@ class PlainPPOTrainer(Trainer):
                 self._checkpoints.save(self.version, counters)
 
     def finish(self) -> None:
-        """Wait until the makers have the last update and have evaluated it; raise what went wrong with it."""
+        """Wait until the makers have verified and evaluated the last update; raise its errors."""
         self._sender.settle()
         self._sender.check()
         self._checkpoints.wait()
         self._evaluations.end(self.version)
-        while (pending := len(self._evaluations.pending)) and not self.should_stop():  # each has its own time
+        while (pending := len(self._evaluations.pending)) and not self.should_stop():  # each has its own deadline
             wait_in_slices(
                 functools.partial(self._are_evaluated, pending),
                 deadline_seconds=self.deadlines.batch_seconds,
@@ -308,14 +309,14 @@ class PlainPPOTrainer(Trainer):
         self._learner.check_progress()
 
     def _are_evaluated(self, pending: int, seconds: float) -> bool:
-        """Whether fewer evaluations are pending than before."""
+        """Wait up to `seconds`; True if fewer than `pending` evaluations remain or the trainer should stop."""
         if self.should_stop() or self._evaluations.wait(seconds) or len(self._evaluations.pending) < pending:
             return True
-        self._update_late_makers()  # one that was started again may be needed
+        self._update_late_makers()  # a restarted maker may have to run one
         return False
 
     def _refuse_in_group_fit(self, what: str, instead: str) -> None:
-        """What ranks do together would block them if they also train: they would wait for each other in two places."""
+        """Raise if this group of ranks is in `fit`: a collective call outside the loop would deadlock them."""
         if self.strategy.world_size > 1 and self._state == "working":
             raise CoatiError(
                 f"one of {self.strategy.world_size} trainers was asked to {what} while they train together, which "
@@ -324,17 +325,17 @@ class PlainPPOTrainer(Trainer):
 
     @contextlib.contextmanager
     def _hold_weights(self) -> Iterator[None]:
-        """Hold the weights: nothing else reads or changes them meanwhile."""
+        """Hold the lock on the weights; raises DeadlineExceeded if it is not free within `deadlines.update_seconds`."""
         seconds = self.deadlines.update_seconds
         if not self._weights_lock.acquire(timeout=seconds):
-            raise DeadlineExceeded(f"waited {seconds:g} s for the trainer's weights, which another call holds.")
+            raise DeadlineExceeded(f"waited {seconds:g} s for the lock on the trainer's weights, held by another call.")
         try:
             yield
         finally:
             self._weights_lock.release()
 
     def agree(self, has_data: bool, is_stopped: bool) -> bool:
-        """All ranks take a step, or none: a rank that went alone would wait for the others forever."""
+        """Decide with all other ranks whether to take a step: a rank that went alone would wait for them forever."""
         if self.strategy.world_size == 1:
             return super().agree(has_data, is_stopped)
         with self._timeline.span("wait_ranks"):

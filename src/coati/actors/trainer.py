@@ -1,4 +1,4 @@
-"""A trainer: a replay buffer that makers fill, and a loop that learns from it.
+"""A trainer: a replay buffer that makers fill, and a loop that trains on it.
 
 makers ── buffer_extend ──►  replay buffer ── whole batches ──►  fit: training_step
    ▲                                                                  │ after each episode
@@ -26,11 +26,11 @@ from coati.randomness import STREAM_EPOCHS, keyed_generator
 logger = logging.getLogger(__name__)
 
 _SLICE_SECONDS = 1.0
-_LESS_MEMORY = "Give the trainer more of the GPU (topology.gpus_per_trainer), or shard it (train.strategy)."
+_MEMORY_REMEDY = "Give the trainer more of the GPU (topology.gpus_per_trainer), or shard it (train.strategy)."
 
 
 class Trainer(Worker, ABC):
-    """Learns from experience that makers push into its buffer."""
+    """Trains on experience that makers push into its buffer."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Trainer(Worker, ABC):
         buffer: SampleBuffer | None = None,
         host: Host | None = None,
     ) -> None:
-        """`buffer` comes in place of one that `train_batch_size` and `buffer_limit` describe."""
+        """`buffer` replaces the one that `train_batch_size` and `buffer_limit` would create."""
         super().__init__(host, callbacks, debug=debug)
         self.version = 0
         self.deadlines = deadlines or Deadlines()
@@ -56,40 +56,40 @@ class Trainer(Worker, ABC):
         self._buffer = buffer or self.host.make_buffer(
             train_batch_size, buffer_limit, maker_names=self.maker_names, deadlines=self.deadlines
         )
-        self._is_exhausted = False  # whether this fit has seen the last of its data
+        self._is_exhausted = False  # whether no more data will come in this `fit`
         self._num_batches = 0
         self._num_samples = 0
-        self._num_done = 0  # fresh batches that a restored `fit` was trained on
+        self._num_done = 0  # fresh batches done before the checkpoint that `fit` resumes from
 
-    # What a subclass defines.
+    # Defined by subclasses.
 
     @abstractmethod
     def _update_remote_makers(self, fully_update: bool = False, **kwargs: Any) -> None:
-        """Send the weights to the makers as version `self.version`; a sync calls it with `fully_update`."""
+        """Send the weights to the makers as version `self.version`; a sync passes `fully_update=True`."""
 
     @abstractmethod
     def training_step(self, experience: Experience) -> dict[str, Any]:
-        """Learn from one batch and return its metrics."""
+        """Train on one batch and return its metrics."""
 
     # The loop.
 
     def fit(self, total_steps: int, update_steps: int, train_epochs: int = 1) -> None:
         """Train on `total_steps` fresh batches, and send the makers new weights after every `update_steps`.
 
-        The first epoch of an episode trains on batches as they come; further epochs go over them again in shuffled
-        order. If all makers finish before that, `fit` trains on what is left and ends. After `stop()` it ends before
-        the next batch.
+        The first epoch of an episode trains on batches as they arrive; further epochs repeat them in shuffled order.
+        If all makers finish early, `fit` trains on the remaining samples and ends. After `stop()` it ends before the
+        next batch.
         """
         numbers = {"total_steps": total_steps, "update_steps": update_steps, "train_epochs": train_epochs}
         for name, value in numbers.items():
             if value < 1:
                 raise ConfigError(f"fit's {name} must be 1 or more, got {value}.")
         self._state, self._is_exhausted = "working", False
-        self.host.leave_out_of_collections()
-        self._timeline.take()  # the metrics of this fit leave out what came before
+        self.host.exclude_from_gc()
+        self._timeline.take()  # the metrics of this fit exclude earlier time
         self._buffer.begin_fit()
         try:
-            with device_errors_explained("the trainer's work between passes", _LESS_MEMORY):
+            with device_errors_explained("the trainer's work between passes", _MEMORY_REMEDY):
                 self.run_episodes(total_steps, update_steps, train_epochs)
         except BaseException:
             self._state = "failed"
@@ -97,7 +97,7 @@ class Trainer(Worker, ABC):
         self._state = "finished"
 
     def run_episodes(self, total_steps: int, update_steps: int, train_epochs: int = 1) -> None:
-        """Do what `fit` does: episodes of `update_steps` fresh batches, the last with the remainder."""
+        """Run the loop of `fit`: episodes of `update_steps` fresh batches; the last one takes the remainder."""
         num_done, self._num_done = self._num_done, 0
         self.notify("on_fit_start")
         while num_done < total_steps and self.agree(True, self.should_stop()):
@@ -116,7 +116,7 @@ class Trainer(Worker, ABC):
         self.notify("on_fit_end")
 
     def _episode(self, episode: int, num_batches: int, train_epochs: int) -> int:
-        """Train on fresh batches, publish what was learned; returns how many batches came."""
+        """Train on fresh batches and publish the new weights; return the number of batches that arrived."""
         self.notify("on_episode_start", episode)
         num_fresh, batches = self._first_epoch(num_batches, keeps=train_epochs > 1)
         for epoch in range(1, train_epochs):
@@ -134,7 +134,7 @@ class Trainer(Worker, ABC):
         return num_fresh
 
     def _first_epoch(self, num_batches: int, *, keeps: bool) -> tuple[int, list[Experience]]:
-        """Train on fresh batches as they come; returns how many, and the batches if later epochs need them."""
+        """Train on fresh batches as they arrive; return their number, and with `keeps` the batches themselves."""
         self.notify("on_epoch_start", 0)
         num_fresh, batches = 0, []
         for _ in range(num_batches):
@@ -154,7 +154,7 @@ class Trainer(Worker, ABC):
         return num_fresh, batches
 
     def train_on(self, batch: Experience) -> None:
-        """Take a training step, and record its time and metrics."""
+        """Take a training step; record its time and metrics."""
         self.notify("on_batch_start")
         with self._timeline.span("train"):
             metrics = self.training_step(batch)
@@ -168,60 +168,60 @@ class Trainer(Worker, ABC):
         self._timeline.version = self.version
         self._update_remote_makers(fully_update=True, **kwargs)
 
-    # The buffer, as makers and drivers reach it.
+    # Called by makers and by the driver.
 
     def buffer_get_length(self) -> int:
-        """Whole batches waiting."""
+        """Return the number of whole batches waiting."""
         return self._buffer.get_length()
 
     def buffer_append(self, experience: Experience) -> None:
-        """Take a batch in, sample by sample; without leases, blocks while the buffer is full."""
+        """Add a batch, split into samples; without leases, blocks while the buffer is full."""
         self.buffer_extend(split_experience_batch(experience))
 
     def buffer_extend(self, items: list[BufferItem]) -> None:
-        """Called by experience makers; without leases, blocks while the buffer is full. Returning acknowledges."""
+        """Add items from an experience maker; returning acknowledges them. Without leases, blocks while it is full."""
         self._buffer.extend(items)
         faults.reach("trainer.after_delivery")
 
     def lease(self, request: LeaseRequest) -> list[Lease]:
-        """Grant a maker what it may make now."""
+        """Grant a maker leases: the work it may do now."""
         return self._buffer.lease(LeaseRequest(*request))
 
     def release_maker(self, maker: str, reason: str) -> None:
-        """A maker is gone: grant its leases to others."""
+        """Release the leases of a maker that is gone, so that they can be granted to others."""
         if numbers := self._buffer.release(maker, reason):
-            logger.info("%d leases of %s go to others: %s", len(numbers), maker, reason)
+            logger.info("%d leases of %s are reassigned: %s", len(numbers), maker, reason)
 
     def _buffer_sample(self) -> Experience:
-        """Return the next whole batch, for callers from outside; blocks until there is one, with a deadline."""
+        """Return the next whole batch, for external callers; blocks up to `deadlines.batch_seconds`."""
         return self._buffer.sample(timeout_seconds=self.deadlines.batch_seconds)
 
     def progress(self) -> Progress:
-        """Return where this trainer stands."""
+        """Return this trainer's progress."""
         counts = self._num_samples, self._num_batches, self._buffer.get_length()
         return Progress(self._state, self.version, *counts, num_made=self._buffer.num_made)
 
-    # What the loop calls. It waits only inside `next_batch`, `publish`, `agree` and `finish`.
+    # Called by the loop, which waits only in `next_batch`, `publish`, `agree` and `finish`.
 
     def should_stop(self) -> bool:
         """Whether `stop` was called."""
         return self.host.stop.is_set()
 
     def agree(self, has_data: bool, is_stopped: bool) -> bool:
-        """Whether to take another step: the ranks of a group do as long as some have data and none was stopped.
+        """Whether to take another step: a group of ranks does while any rank has data and none was stopped.
 
         A rank without data then trains on an empty batch.
         """
         return has_data and not is_stopped
 
     def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
-        """Save where training stands, if that is due; a stop may have ended the last version early."""
+        """Save a checkpoint if one is due; `was_stopped`: training ends here, perhaps in the middle of an episode."""
 
     def finish(self) -> None:
-        """Do what remains after the last episode."""
+        """Complete pending work after the last episode."""
 
     def publish(self) -> None:
-        """Send the makers the weights as the next version."""
+        """Send the weights to the makers as the next version."""
         self.version += 1
         self._timeline.version = self.version
         self._buffer.mark_trained(self.version)
@@ -229,10 +229,10 @@ class Trainer(Worker, ABC):
             self._update_remote_makers()
 
     def _update_late_makers(self) -> None:
-        """Send weights to makers that have none, while `fit` waits for what they will make."""
+        """Send weights to makers that missed the last update; called repeatedly while `fit` waits for a batch."""
 
     def next_batch(self) -> Experience | None:
-        """Wait for a batch. None: a stop came, or all makers are finished and nothing is left."""
+        """Wait for a batch; None if training was stopped, or all makers have finished and no samples are left."""
         if self._is_exhausted:
             return None
         with self._timeline.span("wait_data"):
@@ -251,7 +251,7 @@ class Trainer(Worker, ABC):
         return batch
 
     def _try_batch(self, seconds: float) -> "tuple[Experience | None] | None":
-        """A batch, or that none will come: (None,); None if more time is needed."""
+        """Return a batch in a tuple, or `(None,)` if no more will come; None if there is none yet."""
         if self.should_stop():
             return (None,)
         batch = self._buffer.try_sample(seconds)

@@ -1,15 +1,15 @@
-"""The actors of the contract, and the launcher: the only package that imports Ray.
+"""The actors of the contract, and the launcher; the only package that imports Ray.
 
-The contract is what programs may rely on: the import paths, classes and signatures that coati was asked to have.
+The contract is the public API: the import paths, classes and signatures that programs may rely on.
 """
 
 import gc
 import sys
 from pathlib import Path
 
-# What actors import makes a million objects, and they stay: a search for garbage after every 700 of them took a
-# twelfth of an actor's start. A program that has set it to more, or to 0 for never, keeps its own; and in a program of
-# somebody else's it is none of our business.
+# An actor's imports create a million long-lived objects. With Python's default, one garbage collection per 700 new
+# objects, collections took a twelfth of an actor's start-up. A larger threshold, or 0 (never), stays as the user set
+# it, and processes that are not Ray workers are left alone.
 _NEW_OBJECTS = 50_000
-if Path(sys.argv[0]).name == "default_worker.py" and 0 < gc.get_threshold()[0] < _NEW_OBJECTS:  # a worker of Ray's
+if Path(sys.argv[0]).name == "default_worker.py" and 0 < gc.get_threshold()[0] < _NEW_OBJECTS:
     gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])

@@ -1,7 +1,8 @@
-"""Creating the actors of a run from its settings, and ending them.
+"""Creates the actors of a run from its settings, and kills them.
 
-The trainers of a group hold the same weights, so each maker is updated by one of them, by its number, and keeps it when
-others join or leave: two would change their lists at different versions, and the maker might miss one.
+All trainers of a group hold the same weights, so one trainer updates each maker. The maker's number decides which: the
+assignment must not change when other makers join or leave, because trainers switch lists at different versions, and the
+maker could miss an update.
 """
 
 import functools
@@ -20,14 +21,14 @@ from coati import build
 from coati.actors.options import MakerOptions, TrainerOptions
 from coati.build import Parts
 from coati.config import RunSettings
-from coati.peers import Peer, answer
+from coati.peers import Peer, wait_for_answer
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.peers import RayPeer, ray_call
 
 logger = logging.getLogger(__name__)
 
-# ray.remote makes actor classes of these, which mypy cannot see.
+# ray.remote turned these into actor classes, which mypy cannot see.
 _MAKER: Any = ExperienceMakerHolder
 _TRAINER: Any = DetachedPPOTrainer
 
@@ -41,10 +42,10 @@ class ActorFactory:
         self.trainer_names = [f"trainer-{rank}" for rank in range(config.topology.trainers)]
         self._num_created = 0  # makers
         self.is_private = False
-        """Whether Ray was started for this run: then there is always a CPU for one more maker."""
+        """Whether Ray was started for this run; makers then reserve no CPU, so one more always fits."""
 
     def create_trainers(self, resume: Path | None, *, makers: Iterable[str], incarnation: int) -> list[Peer]:
-        """Create the trainers, which then load their models, or a checkpoint. `incarnation` counts earlier ones."""
+        """Create the trainers, which then load their models or a checkpoint; `incarnation` counts earlier restarts."""
         config, makers = self._config, list(makers)
         return [
             self._start(
@@ -56,11 +57,11 @@ class ActorFactory:
                 env_info=env_info,
                 options=TrainerOptions.of_run(config, self._parts, rank=rank, resume=resume, incarnation=incarnation),
             )
-            for rank, (ray_options, env_info) in enumerate(self._trainer_places())
+            for rank, (ray_options, env_info) in enumerate(self._place_trainers())
         ]
 
     def create_maker(self, name: str) -> Peer:
-        """Create a maker; it may take the name of one that is gone."""
+        """Create a maker; it may reuse the name of one that is gone."""
         config = self._config
         self._num_created += 1
         return self._start(
@@ -75,11 +76,11 @@ class ActorFactory:
         )
 
     def updated_by(self, rank: int, makers: Iterable[str]) -> list[str]:
-        """Return the makers that a trainer updates."""
+        """Return the makers that the trainer of this rank updates."""
         return [name for name in makers if number_of(name) % len(self.trainer_names) == rank]
 
     def kill(self, peer: Peer) -> None:
-        """End an actor's process."""
+        """Kill an actor's process."""
         assert isinstance(peer, RayPeer)
         try:
             ray.kill(peer.handle)
@@ -89,23 +90,23 @@ class ActorFactory:
     def _start(self, actor_class: Any, ray_options: dict[str, Any], /, **arguments: Any) -> Peer:
         return RayPeer(ray_options["name"], actor_class.options(**ray_options).remote(**arguments))
 
-    def _find_meeting(self, name: str, num_gpus: float) -> "Future[Any]":
-        """Find a node for rank 0 of a group: its id, its address and a free port."""
+    def _find_rendezvous(self, name: str, num_gpus: float) -> "Future[Any]":
+        """Find a node for rank 0 of a group: the call returns its id, its address and a free port."""
         return ray_call(name, _rendezvous.options(num_gpus=num_gpus).remote())
 
-    def _trainer_places(self) -> list[tuple[dict[str, Any], dict[str, str] | None]]:
-        """Actor options and env_info of each rank; a group meets where rank 0 is."""
+    def _place_trainers(self) -> list[tuple[dict[str, Any], dict[str, str] | None]]:
+        """Return the actor options and env_info of each rank; a group meets on the node of rank 0."""
         names, num_gpus = self.trainer_names, self._config.topology.gpus_per_trainer
         options = [self._options(name, num_gpus) for name in names]
         if len(names) == 1:
             return [(options[0], None)]
-        call = self._find_meeting(names[0], num_gpus)
-        seconds = self._config.deadlines.start_seconds
-        node_id, address, port = answer(call, "a node where the trainers can meet", seconds=seconds, who=names[0])
+        seconds, who = self._config.deadlines.start_seconds, names[0]
+        call = self._find_rendezvous(who, num_gpus)
+        node_id, address, port = wait_for_answer(call, "a node for the trainers to meet on", seconds=seconds, who=who)
         options[0]["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        meeting = {"world_size": str(len(names)), "master_addr": address, "master_port": str(port)}
+        rendezvous = {"world_size": str(len(names)), "master_addr": address, "master_port": str(port)}
         # Each actor sees only its own GPU, so its local rank is 0.
-        return [(own, {"rank": str(rank), "local_rank": "0", **meeting}) for rank, own in enumerate(options)]
+        return [(own, {"rank": str(rank), "local_rank": "0", **rendezvous}) for rank, own in enumerate(options)]
 
     def _options(self, name: str, num_gpus: float) -> dict[str, Any]:
         options = {"name": name, "num_cpus": 1, "num_gpus": num_gpus}
@@ -113,7 +114,7 @@ class ActorFactory:
 
 
 def maker_names(count: int) -> list[str]:
-    """Name so many makers."""
+    """Return the names of `count` makers."""
     return [f"maker-{number}" for number in range(count)]
 
 

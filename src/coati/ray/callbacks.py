@@ -1,4 +1,4 @@
-"""Callbacks under the contract's import path; `coati.actors.callbacks` defines them. Needs no Ray."""
+"""The contract's import path for callbacks, which `coati.actors.callbacks` defines. Needs no Ray."""
 
 from coati.actors.callbacks import ExperienceMakerPerformanceEvaluator as ExperienceMakerPerformanceEvaluator
 from coati.actors.callbacks import MakerCallback as MakerCallback

@@ -1,4 +1,4 @@
-"""Starting a private local Ray, or joining a cluster, and checking that a run fits it."""
+"""Starts a private local Ray or joins a cluster, and checks that the run fits."""
 
 import contextlib
 import logging
@@ -29,11 +29,11 @@ from coati.ray import warden
 logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 10.0
-_ASK_SECONDS = 60.0
-_LOOK_SECONDS = 2.0
+_HEALTH_CHECK_SECONDS = 60.0
+_PROBE_SECONDS = 2.0
 _LOST_SECONDS = 10.0
-_WARDEN_SECONDS = 30.0  # for the warden to end what is left and to delete the folder
-_LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by an address that others can reach
+_WARDEN_SECONDS = 30.0  # for the warden to kill leftover processes and delete the folder
+_LOOPBACK = "127.0.0.2"  # Ray would replace 127.0.0.1 by an address that other machines can reach
 
 
 PASSED_ON = (
@@ -42,11 +42,11 @@ PASSED_ON = (
     "TRITON_* OMP_* MKL_* KMP_* OPENBLAS_* HF_* TRANSFORMERS_* TOKENIZERS_* VLLM_* *_PROXY *_proxy SSL_CERT_* "
     "REQUESTS_CA_BUNDLE"
 )
-"""Patterns of variables that actors of a private Ray get from the driver. HF_TOKEN is one: they load models."""
+"""Patterns of the variables that a private Ray's actors inherit from the driver; HF_TOKEN included, to load models."""
 
 
 def allowed_environment(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
-    """Return the variables that actors may have, with those that `more` names.
+    """Return the variables that actors may inherit: those that match `PASSED_ON` or one of the patterns `more`.
 
     >>> allowed_environment({"HOME": "/root", "BANK_KEY": "1", "JUDGE_KEY": "2"}, ["JUDGE_KEY"])
     {'HOME': '/root', 'JUDGE_KEY': '2'}
@@ -59,7 +59,7 @@ def allowed_environment(environment: Mapping[str, str], more: Iterable[str] = ()
 
 @contextlib.contextmanager
 def connected(config: RunSettings, *, address: str | None, namespace: str, log_to_driver: bool) -> Iterator[bool]:
-    """Connect for the length of a run; yields whether Ray is private, that is, starts and ends with this run."""
+    """Connect to Ray for the duration of a run; yields whether Ray is private, that is, was started for this run."""
     if address is not None:
         _check_address(address)
         try:
@@ -68,8 +68,8 @@ def connected(config: RunSettings, *, address: str | None, namespace: str, log_t
                 ray.init(address=address, namespace=namespace, **options)
         except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"no Ray cluster at --address {address!r}: {str(error).strip().splitlines()[0]} If it wants a token, "
-                "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the token that its nodes have."
+                f"no Ray cluster at --address {address!r}: {str(error).strip().splitlines()[0]} If it requires a "
+                "token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the token of its nodes."
             ) from error
         try:
             if not config.topology.allow_open_cluster:
@@ -85,13 +85,13 @@ def connected(config: RunSettings, *, address: str | None, namespace: str, log_t
 
 @contextlib.contextmanager
 def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) -> Iterator[None]:
-    # Ray announces its token authentication on every start. It stays on; the hint is not for our users.
+    # Ray announces its token authentication on every start, which our users need not see.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    # Short: socket paths have a length limit.
+    # A short path, because socket paths have a length limit.
     parent = Path(tempfile.gettempdir()) / f"coati-{secrets.token_urlsafe(6)}"
     folder = parent / "ray"
     with _warden(parent):
-        parent.mkdir(mode=0o700)  # only we may enter it; Ray opens its own folder inside to everybody
+        parent.mkdir(mode=0o700)  # for this user only: Ray makes its own folder inside accessible to everyone
         try:
             with _own_signal_handlers(), _environment_of_actors(config, _new_token(parent)):
                 ray.init(
@@ -110,25 +110,25 @@ def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) ->
             raise
         except BaseException:
             ray.shutdown()
-            _keep_logs(folder / "session_latest" / "logs", config.output_folder / "ray-logs")
+            _copy_logs(folder / "session_latest" / "logs", config.output_folder / "ray-logs")
             raise
         finally:
             ray.shutdown()
-            AuthenticationTokenLoader.instance().reset_cache()  # another Ray of this process has another token
+            AuthenticationTokenLoader.instance().reset_cache()  # the next Ray in this process has another token
 
 
 @contextlib.contextmanager
 def _warden(folder: Path) -> Iterator[None]:
-    """Have a process that survives this one end what is left of a private Ray, and delete its folder."""
+    """Run the warden, which outlives this process, kills what remains of a private Ray and deletes its folder."""
     command = [sys.executable, "-I", "-S", warden.__file__, str(folder)]
-    # In a session of its own: Ctrl-C in a terminal must not end it.
+    # In its own session, so that Ctrl-C in the terminal does not end it.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield
     finally:
         assert process.stdin is not None
         process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it ends by itself
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it exits by itself later
             process.wait(_WARDEN_SECONDS)
 
 
@@ -142,18 +142,18 @@ def _new_token(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _environment_of_actors(config: RunSettings, token: Path) -> Iterator[None]:
-    """Give this process, inside, the environment that a private Ray and its actors inherit: what is allowed to pass."""
+    """Reduce this process's environment to what a private Ray and its actors may inherit; restore it on exit."""
     before = dict(os.environ)
     os.environ.clear()
     keys = [key for reward in (config.reward, *(one.reward for one in config.eval)) for key in reward.secrets]
     os.environ.update(allowed_environment(before, (*config.topology.environment, *keys)))
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # Ray turns tokens on by default
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # Ray enables tokens by default
         os.environ.pop(name, None)
-    os.environ |= {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}  # nothing leaves this machine
+    os.environ |= {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}  # send no usage statistics
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Without a dashboard nothing reads the history of calls, for which the head's memory grew by 10 MB a minute.
+    # Without a dashboard nothing reads the history of calls, which grew the head's memory by 10 MB per minute.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-    AuthenticationTokenLoader.instance().reset_cache()  # that of another Ray in this process
+    AuthenticationTokenLoader.instance().reset_cache()  # an earlier Ray in this process had another token
     try:
         yield
     finally:
@@ -161,27 +161,27 @@ def _environment_of_actors(config: RunSettings, token: Path) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _keep_logs(logs: Path, place: Path) -> None:
+def _copy_logs(logs: Path, place: Path) -> None:
     """Copy the actors' logs of a failed run to its output folder."""
     try:
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(logs.resolve(), place, ignore_dangling_symlinks=True)
     except OSError as error:
-        logger.warning("the logs of the actors could not be kept in %s: %s", place, error)
+        logger.warning("could not copy the actors' logs to %s: %s", place, error)
     else:
         logger.warning("the logs of all actors are in %s", place)
 
 
 @contextlib.contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Keep the program's signal handlers: Ray replaces SIGTERM's by one that exits, also where we save the model."""
+    """Keep the program's signal handlers: Ray's SIGTERM handler would exit the process instead of saving the model."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
-    except SystemExit:  # of Ray's handler
+    except SystemExit:  # raised by Ray's handler
         raise KeyboardInterrupt from None
     finally:
         for number, handler in before.items():
@@ -190,7 +190,7 @@ def _own_signal_handlers() -> Iterator[None]:
 
 
 def _check_authentication(address: str) -> None:
-    """Raise ConfigError if the cluster lets in a process without a token."""
+    """Raise ConfigError if the cluster accepts a process without a token."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address"]
     try:
         asked = subprocess.run(
@@ -198,64 +198,64 @@ def _check_authentication(address: str) -> None:
             env={**os.environ, "RAY_AUTH_MODE": "disabled"},
             capture_output=True,
             text=True,
-            timeout=_ASK_SECONDS,
+            timeout=_HEALTH_CHECK_SECONDS,
         )
         is_open, said = asked.returncode == 0, asked.stdout + asked.stderr
     except subprocess.TimeoutExpired:
-        is_open, said = False, f"no answer within {_ASK_SECONDS:g} s"
+        is_open, said = False, f"no answer within {_HEALTH_CHECK_SECONDS:g} s"
     if is_open or not any(name in said for name in ("AuthenticationError", "InvalidAuthToken", "Unauthenticated")):
-        finding = "has no token authentication" if is_open else f"did not tell whether it has tokens ({said.strip()})"
+        finding = "has no token authentication" if is_open else f"did not show whether it uses tokens ({said.strip()})"
         raise ConfigError(
-            f"the Ray cluster at --address {address!r} {finding}. Anyone who reaches an open cluster can run code as "
+            f"the Ray cluster at --address {address!r} {finding}. Anyone who can reach an open cluster can run code as "
             "you. Start it with RAY_AUTH_MODE=token and a token (docs/cluster.md), or set "
             "topology.allow_open_cluster = true on a network that you trust."
         )
 
 
 class HeadWatch:
-    """Notices that Ray's head (its GCS) is gone; Ray ends this process for it after a minute, without saving."""
+    """Detects that Ray's head (its GCS) is gone, before Ray kills this process a minute later without saving."""
 
     def __init__(self) -> None:
         self._address = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
-        self._last_look = self._last_seen = time.monotonic()
+        self._last_probe = self._last_seen = time.monotonic()
 
     def check(self) -> None:
-        """Raise HeadLost if nothing has listened at the head's address for ten seconds."""
+        """Raise HeadLost if the head's address has not accepted a connection for ten seconds."""
         now = time.monotonic()
-        if not self._address or now - self._last_look < _LOOK_SECONDS:
+        if not self._address or now - self._last_probe < _PROBE_SECONDS:
             return
-        self._last_look = now
+        self._last_probe = now
         try:
-            _knock(self._address, _LOOK_SECONDS)
+            _probe_port(self._address, _PROBE_SECONDS)
             self._last_seen = time.monotonic()
         except OSError as error:
             if now - self._last_seen >= _LOST_SECONDS:
                 raise HeadLost(
                     f"Ray's head at {self._address} (the process gcs_server) is gone: {error}. Ray cannot continue "
-                    "without it. Was it killed, or out of memory? Start the run again."
+                    "without it. Check whether it was killed or ran out of memory, and start the run again."
                 ) from None
 
 
 def _check_address(address: str) -> None:
-    """Check that something listens: Ray itself retries a dead address for minutes."""
+    """Raise ConfigError if nothing listens at the address; Ray itself would retry for minutes."""
     try:
-        _knock(address.removeprefix("ray://"), _CONNECT_SECONDS)
+        _probe_port(address.removeprefix("ray://"), _CONNECT_SECONDS)
     except OSError as error:
         raise ConfigError(
             f"no Ray cluster at --address {address!r}: {error}. Start one "
-            "with 'ray start --head', or leave --address out to start a private Ray."
+            "with 'ray start --head', or omit --address to start a private Ray."
         ) from error
 
 
-def _knock(address: str, seconds: float) -> None:
-    """Raise OSError if nothing listens at host:port; "auto" and the like are Ray's to judge."""
+def _probe_port(address: str, seconds: float) -> None:
+    """Raise OSError if nothing listens at host:port; other forms, such as "auto", are left to Ray."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
 
 
 def _check_resources(config: RunSettings) -> None:
-    """Raise ConfigError if the actors do not fit; Ray would wait for resources without end."""
+    """Raise ConfigError if the actors do not fit; Ray would wait for resources forever."""
     topology = config.topology
     have = ray.cluster_resources()
     num_gpus = topology.makers * topology.gpus_per_maker + topology.trainers * topology.gpus_per_trainer

@@ -1,5 +1,6 @@
-"""The replay buffer of the contract: items in, whole batches out, through a Ray queue. A trainer whose makers have data
-loaders of their own uses it; `coati train` leases work and uses `LeasedBuffer` instead.
+"""The contract's replay buffer: takes items, yields whole batches, and stores them in a Ray queue.
+
+Trainers whose makers have their own data loaders use it; `coati train` leases work and uses `LeasedBuffer` instead.
 """
 
 import asyncio
@@ -20,21 +21,21 @@ from coati.config import Deadlines
 from coati.errors import ConfigError, DeadlineExceeded, PeerDied, PeerUnavailable
 from coati.experience import BufferItem, Experience, ItemBundle
 from coati.experience_buffer.buffer import SLICE_SECONDS, SampleBuffer
-from coati.peers import Peers, answer
+from coati.peers import Peers, wait_for_answer
 from coati.ray.peers import RayPeer, RayPeers
 
 _ANSWER_SECONDS = 60.0
-# Ids of deliveries that are remembered, to recognise a retry; a maker has two unacknowledged at a time.
+# Number of delivery ids that are remembered, to recognize retries; a maker has at most two unacknowledged deliveries.
 _DELIVERIES_KEPT = 1000
 _POLL_SECONDS = 2.0
-# A maker in one of these states makes nothing more, unless its loop is started again.
+# A maker in one of these states makes no more experience, unless its loop is restarted.
 _ENDED = frozenset({"finished", "failed", "gone"})
 
 
 class BatchQueue:
-    """A Ray queue on this node that reserves no CPU. Entries are bytes, so that it needs no torch.
+    """A Ray queue on this node that reserves no CPU. Entries are bytes, so its process need not import torch.
 
-    Every call has a deadline, and none blocks: a consumer that dies in `Queue.get` would take the next batch with it.
+    Every call has a deadline, and none blocks in the queue: a consumer that died in `Queue.get` would lose a batch.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class BatchQueue:
         self._peer = RayPeer("the replay buffer's queue", self._queue.actor)
 
     def size(self) -> int:
-        """Entries waiting."""
+        """Return the number of entries waiting."""
         return int(self._call("qsize"))
 
     def put_all(self, entries: list[bytes]) -> None:
@@ -59,20 +60,20 @@ class BatchQueue:
         return entry
 
     def close(self) -> None:
-        """End the actor."""
+        """Kill the queue's actor."""
         self._queue.shutdown(force=True)
 
     def _call(self, method: str, *args: Any) -> Any:
         call = self._peer.call(method, *args)
-        return answer(call, f"its answer to {method}", seconds=_ANSWER_SECONDS, who=self._peer.name)
+        return wait_for_answer(call, f"its answer to {method}", seconds=_ANSWER_SECONDS, who=self._peer.name)
 
 
 class DetachedReplayBuffer(SampleBuffer):
-    """Batches items to `sample_batch_size`; with `limit` > 0 batches waiting, producers block.
+    """Groups items into batches of `sample_batch_size`; producers block while `limit` > 0 batches are waiting.
 
-    That of a trainer knows the makers by name. While the trainer waits for a batch, it asks them every two seconds
-    whether more experience can still come. A maker's state is the one it reports, or "busy" (no answer yet), "unknown"
-    (it cannot be asked), "missing" (it has not appeared) or "gone".
+    A trainer's buffer knows the makers by name. While the trainer waits for a batch, it polls them every two seconds to
+    find out whether more experience can still come. A maker's state is the one it reports, or "busy" (no answer yet),
+    "unknown" (it has no `progress` method), "missing" (it has not appeared) or "gone".
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class DetachedReplayBuffer(SampleBuffer):
         self.limit = limit
         self._deadlines = deadlines or Deadlines()
         self._clock = clock
-        self._items: deque[BufferItem] = deque()  # that do not fill a batch
+        self._items: deque[BufferItem] = deque()  # fewer than a batch
         self._queue = queue or BatchQueue()
         self._deliveries: deque[str] = deque(maxlen=_DELIVERIES_KEPT)
         self._maker_names, self._peers = maker_names, peers or RayPeers()
@@ -105,9 +106,10 @@ class DetachedReplayBuffer(SampleBuffer):
         self.extend(split_experience_batch(experience))
 
     def extend(self, items: Sequence[BufferItem], *, timeout_seconds: float | None = None) -> None:
-        """Add items, of deliveries that makers repeat once; blocks while the buffer is full.
+        """Add items, ignoring deliveries that were added before; blocks while the buffer is full.
 
-        If any item is bad, or no room comes in time, none is added.
+        Adds all items or none: none if any item is invalid, or if there is no room within `timeout_seconds` (default
+        `deadlines.batch_seconds`).
         """
         check_items(items)
         timeout_seconds = self._deadlines.batch_seconds if timeout_seconds is None else timeout_seconds
@@ -116,8 +118,8 @@ class DetachedReplayBuffer(SampleBuffer):
             while (fresh := self._fresh(items)) and self.limit and self.get_length() >= self.limit:
                 if (seconds := deadline - time.monotonic()) <= 0:
                     raise DeadlineExceeded(
-                        f"waited {timeout_seconds:g} s for room in the replay buffer (limit {self.limit} batches), and "
-                        "added nothing: the trainer does not consume. Is fit running?"
+                        f"waited {timeout_seconds:g} s for room in the replay buffer (limit {self.limit} batches) and "
+                        "added nothing, because the trainer takes no batches out. Check that its fit is running."
                     )
                 self._changed.wait(min(SLICE_SECONDS, seconds))
             self._items.extend(fresh)
@@ -134,7 +136,7 @@ class DetachedReplayBuffer(SampleBuffer):
         return [item for item in items if item.delivery_id not in self._deliveries]
 
     def clear(self) -> None:
-        """Drop everything. The buffer stays usable."""
+        """Drop all items and batches; the buffer stays usable."""
         with self._lock:
             self._items.clear()
             while self._queue.get() is not None:
@@ -142,18 +144,18 @@ class DetachedReplayBuffer(SampleBuffer):
             self._changed.notify_all()
 
     def get_length(self) -> int:
-        """Whole batches waiting."""
+        """Return the number of whole batches waiting."""
         with self._lock:
             return self._queue.size()
 
     @property
     def num_items_waiting(self) -> int:
-        """Samples that wait for their batch to fill."""
+        """Number of samples that do not fill a batch yet."""
         with self._lock:
             return len(self._items)
 
     def close(self) -> None:
-        """End the queue actor."""
+        """Kill the queue actor."""
         self._queue.close()
 
     def _next_batch(self) -> list[BufferItem] | None:
@@ -161,28 +163,31 @@ class DetachedReplayBuffer(SampleBuffer):
         return None if entry is None else pickle.loads(entry)
 
     def begin_fit(self) -> None:
-        """Look for the makers again: those of the `fit` before may be gone."""
+        """Look up the makers again, because those of an earlier `fit` may be gone."""
         self._states = {name: "unknown" if self._peers.find_now(name) else "missing" for name in self._maker_names}
         self._last_poll = float("-inf")
         self._ended_since: float | None = None
 
     def describe_wait(self) -> str:
-        """List the makers and what they do."""
+        """List the makers and their states."""
         return ", ".join(f"{name} is {state}" for name, state in self._states.items()) or "none are named"
 
     def last_batch(self) -> "tuple[Experience | None] | None":
-        """Return the last samples, fewer than a batch, when all makers have finished."""
+        """Return the remaining samples once all makers have finished, `(None,)` if there are none; None before that."""
         if not self.all_finished():
             return None
         if (batch := self.try_sample(0.0)) is not None:
             return (batch,)
-        with self._lock:  # finished makers have been acknowledged, so all that they made is here
+        with self._lock:  # finished makers have all deliveries acknowledged, so all their samples are here
             rest = [*self._items]
             self._items.clear()
         return (pad_items(rest) if rest else None,)
 
     def all_finished(self) -> bool:
-        """Whether every maker has ended for the grace time; raises PeerDied if none of them finished."""
+        """Whether every maker has been done for `deadlines.grace_seconds`.
+
+        Raises PeerDied if none of them finished; at once if all are gone.
+        """
         now = self._clock()
         if now - self._last_poll >= _POLL_SECONDS:
             self._last_poll = now
@@ -198,22 +203,22 @@ class DetachedReplayBuffer(SampleBuffer):
         return is_over
 
     def _poll(self) -> None:
-        """Ask all makers at once for their states."""
+        """Ask all makers concurrently for their states."""
         calls = {}
         for name, state in self._states.items():
             peer = self._peers.find_now(name)
-            if peer is None:  # a dead actor loses its name; one that was never seen may still be created
+            if peer is None:  # Ray frees the name of a dead actor; one never seen may still be created
                 self._states[name] = "missing" if state == "missing" else "gone"
                 continue
             self._states[name] = "unknown"
-            with contextlib.suppress(AttributeError):  # a maker that users write may not tell
+            with contextlib.suppress(AttributeError):  # a user-defined maker may have no `progress` method
                 calls[name] = peer.call("progress")
         wait(calls.values(), _POLL_SECONDS)
         for name, call in calls.items():
             if not call.done() or isinstance(call.exception(), PeerUnavailable):
-                self._states[name] = "busy"  # it loads its models, or its connection is broken for now
+                self._states[name] = "busy"  # it is loading its models, or its connection is interrupted
             elif isinstance(call.exception(), PeerDied):
                 self._states[name] = "gone"
-                self._peers.forget(name)  # another may take its name
+                self._peers.forget(name)  # a successor may take its name
             elif call.exception() is None:
                 self._states[name] = getattr(call.result(), "state", "unknown")

@@ -1,5 +1,5 @@
-"""The contract's trainer, to subclass: define `training_step` and `_update_remote_makers`, and decorate the class with
-`@ray.remote(concurrency_groups={"buffer_length": 1, "buffer_append": 1, "buffer_sample": 1, "compute": 1})`.
+"""The contract's trainer base class. Subclasses define `training_step` and `_update_remote_makers`, and are decorated
+with `@ray.remote(concurrency_groups={"buffer_length": 1, "buffer_append": 1, "buffer_sample": 1, "compute": 1})`.
 """
 
 from coati.actors.trainer import Trainer
@@ -15,7 +15,7 @@ class DetachedTrainer(Trainer):
 run_in_groups(
     DetachedTrainer,
     compute=("fit",),
-    buffer_length=("buffer_get_length", "lease"),  # which no call keeps for long
+    buffer_length=("buffer_get_length", "lease"),  # all short calls
     buffer_append=("buffer_append", "buffer_extend"),
     buffer_sample=("_buffer_sample",),
 )

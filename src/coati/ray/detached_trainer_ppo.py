@@ -1,4 +1,4 @@
-"""The contract's PPO trainer: `coati.actors.ppo` in a Ray actor."""
+"""The contract's PPO trainer: `PlainPPOTrainer` in a Ray actor."""
 
 from coati.actors.ppo import PlainPPOTrainer
 from coati.ray.detached_trainer_base import DetachedTrainer
@@ -6,7 +6,7 @@ from coati.ray.environment import remote, run_in_groups
 
 
 class PPOTrainer(PlainPPOTrainer, DetachedTrainer):
-    """The class behind the actor `DetachedPPOTrainer`, to subclass; `PlainPPOTrainer` says what it takes."""
+    """The class behind the actor `DetachedPPOTrainer`, for subclassing; see `PlainPPOTrainer` for its arguments."""
 
 
 run_in_groups(

@@ -1,4 +1,4 @@
-"""What a trainer or a maker has as a Ray actor: its name and peers, its log, its concurrency groups."""
+"""What trainers and makers need as Ray actors: a name and peers, logging, and concurrency groups."""
 
 import gc
 import logging
@@ -15,7 +15,7 @@ from coati.ray.peers import RayPeers
 
 
 class ActorHost(Host):
-    """A Ray actor. Where there is none, in a test for example, it has no name and leaves the process alone."""
+    """The host of a Ray actor. Outside an actor, in a test for example, it has no name and does not set up logging."""
 
     may_lend_memory = True
 
@@ -27,7 +27,7 @@ class ActorHost(Host):
             self.name = str(context.get_actor_name() or context.get_actor_id()[:8])
 
     def set_up_log(self, records: RecordLog[dict[str, Any]], *, debug: bool) -> None:
-        """Have the actor log what it does, where no level or handler is set, and keep its warnings for the driver."""
+        """Set up logging, unless a level or handler is set already, and record warnings for the driver."""
         logger = logging.getLogger("coati")
         if debug:
             logger.setLevel(logging.DEBUG)
@@ -39,26 +39,26 @@ class ActorHost(Host):
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         logger.addHandler(WarningRecorder(records))
 
-    def leave_out_of_collections(self) -> None:
-        """Exclude libraries and models, which stay, from garbage collection: that took 3 % of a small model's steps."""
+    def exclude_from_gc(self) -> None:
+        """Exclude libraries and models from garbage collection, which took 3 % of the step time of a small model."""
         if self._is_actor:
             gc.collect()
             gc.freeze()
 
     def make_buffer(self, sample_batch_size: int, limit: int, **makers: Any) -> DetachedReplayBuffer:
-        """Make the buffer of a trainer whose makers have data loaders of their own."""
+        """Create the buffer of a trainer whose makers have their own data loaders."""
         return DetachedReplayBuffer(sample_batch_size, limit, **makers, peers=self.peers)
 
 
 def run_in_groups(plain_class: type, **methods: Sequence[str]) -> None:
-    """Have an actor of this class run these methods in the concurrency groups that they are listed under."""
+    """Assign methods of a class to concurrency groups, given as `group=(method names)`."""
     for group, names in methods.items():
         for name in names:
             ray.method(concurrency_group=group)(getattr(plain_class, name))
 
 
 def remote(plain_class: type, *, groups: Sequence[str]) -> Any:
-    """Make a Ray actor class of a plain one, with one thread for each concurrency group and its docstring in place."""
+    """Turn a plain class into a Ray actor class with one thread per concurrency group; keeps its docstring."""
     actor_class = ray.remote(concurrency_groups=dict.fromkeys(groups, 1))(plain_class)
-    type(actor_class).__doc__ = plain_class.__doc__  # what help() shows
+    type(actor_class).__doc__ = plain_class.__doc__  # shown by help()
     return actor_class

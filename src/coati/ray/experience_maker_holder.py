@@ -1,4 +1,4 @@
-"""The contract's maker: `coati.actors.maker` in a Ray actor."""
+"""The contract's maker: `Maker` in a Ray actor."""
 
 from coati.actors.host import Report
 from coati.actors.maker import Maker
@@ -6,12 +6,12 @@ from coati.ray.environment import ActorHost, remote, run_in_groups
 
 
 class MakerHolder(Maker):
-    """The class behind the actor `ExperienceMakerHolder`, to subclass; `Maker` says what it takes."""
+    """The class behind the actor `ExperienceMakerHolder`, for subclassing; see `Maker` for its arguments."""
 
     host_class = ActorHost
 
     def report(self, record_cursor: int = 0, span_cursor: int = 0) -> Report:
-        """As the base class does, in a concurrency group of its own."""
+        """Return `Worker.report`; overridden because only makers run it in a separate concurrency group."""
         return super().report(record_cursor, span_cursor)
 
 

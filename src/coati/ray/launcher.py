@@ -1,12 +1,12 @@
-"""Runs a config on Ray: starts makers and trainers, follows them to the end, saves the model.
+"""Runs a config on Ray: starts makers and trainers, supervises them until training ends, and saves the model.
 
         driver ── workingloop.remote() ──► makers ── items ──► trainers ◄── fit.remote() ── driver
                                               ▲                   │
                                               └───── weights ─────┘
         driver ── report (every half second) ──► run log, live view
 
-One loop does it all: at each turn `coati.ray.supervisor` reacts to what happened to actors, and then the driver follows
-stop signals and requests for makers (`coati scale`). A stop signal ends a run with everything trained so far saved.
+The driver has one loop. In each turn, `coati.ray.supervisor` reacts to changes of the actors; then the driver handles
+stop signals and requests for more or fewer makers (`coati scale`). A stop signal ends the run and saves the model.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _QUICK_STOP_SECONDS = 5.0
 
 @dataclasses.dataclass(eq=False)
 class DetachedRun:
-    """A run of M makers and T trainers."""
+    """A run of M makers and T trainers, each in its own actor."""
 
     config: RunSettings
     log: RunLog
@@ -59,7 +59,7 @@ class DetachedRun:
         self.log.state.restarts = self._supervisor.restarts.counts
 
     def run(self, model_path: str) -> None:
-        """Train, and save the actor to `model_path`."""
+        """Train, and save the actor model to `model_path`."""
         namespace = f"coati-{self.config.run.name}-{uuid.uuid4().hex[:8]}"
         self._show("starting Ray" if self.address is None else "joining the cluster")
         where = connected(self.config, address=self.address, namespace=namespace, log_to_driver=self.log_to_driver)
@@ -90,7 +90,7 @@ class DetachedRun:
         supervisor.fetch(_LAST_POLL_SECONDS)
         self.log.close()
         self._show("")
-        if late:  # training is complete, and what they would still make is not needed
+        if late:  # harmless: training is complete
             logger.warning("%s did not stop within %g s and will be killed", listed(late), patience)
 
     def _turn(self) -> None:
@@ -103,16 +103,14 @@ class DetachedRun:
         if self.should_stop():
             self._stop()
         elif supervisor.has_begun and (makers := asked_makers(self._folder)) is not None:
-            supervisor.wanted = makers
+            supervisor.target_makers = makers
             save_makers(self.config, makers)
 
     def _stop(self) -> None:
         if not self._supervisor.has_begun:
             raise RunStopped("stopped before training began; there was nothing to save.")
         if self._supervisor.is_starting:
-            raise RunStopped(
-                f"stopped while the trainers were started again, so the model could not be saved. {self._remedy}"
-            )
+            raise RunStopped(f"stopped while the trainers were restarting, so the model was not saved. {self._remedy}")
         self._supervisor.stop()
 
     def _save(self, path: str, *, seconds: float) -> None:
@@ -124,7 +122,7 @@ class DetachedRun:
             self._supervisor.turn(_POLL_SECONDS)
 
     def _save_after_failure(self, path: str, error: Exception) -> None:
-        """Save what a lone trainer has learned, if it still answers. A group can only save together."""
+        """Save the model of a single trainer, if it still answers; a group could only save together."""
         self._supervisor.is_stopping = True
         version = self.log.state.version
         if not version or self._supervisor.is_starting:

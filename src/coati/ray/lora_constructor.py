@@ -1,4 +1,4 @@
-"""Where the seed documents' code looks for `LoRAConstructor`; it lives with the models and needs no Ray."""
+"""The contract's import path for `LoRAConstructor`, which `coati.models.lora` defines. Needs no Ray."""
 
 from coati.models.lora import LayerLoRA, LoRAConstructor
 

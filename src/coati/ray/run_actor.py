@@ -1,4 +1,4 @@
-"""What the driver knows of one actor of a run; how often actors that died are started again, and when."""
+"""The driver's record of one actor of a run, and the budget and backoff for restarting actors that died."""
 
 import dataclasses
 import time
@@ -12,83 +12,89 @@ from coati.peers import Peer
 
 _FIRST_BACKOFF_SECONDS = 0.5
 _MAX_BACKOFF_SECONDS = 30.0
-_RECOVERED_SECONDS = 60.0  # after which an actor has recovered from its last death
-_WINDOW_SECONDS = 3600.0  # restarts before that do not count: machines fail now and then in a run of weeks
+_RECOVERED_SECONDS = 60.0  # the backoff of an actor that lived this long starts over
+_WINDOW_SECONDS = 3600.0  # older restarts do not count, because in a run of weeks machines fail occasionally
 
 
 @dataclasses.dataclass(eq=False)
 class RunActor:
-    """A row of the table: an actor, what it does, and what it was asked and told."""
+    """The driver's record of one actor: its state, its current job, and the calls in flight to it."""
 
     name: str
     peer: Peer
     state: str = "loading"
-    since: float = dataclasses.field(default_factory=lambda: time.monotonic())  # when it came into its state
-    job: "Future[Any] | None" = None  # what it was asked to do last: a maker its loop, a trainer to sync, fit or save
-    failure: BaseException | None = None  # that it is gone, or what was raised when it was asked for a report
-    has_weights: bool = False  # whether a maker has its first ones
-    num_made: int = 0  # samples that a trainer has taken in
-    question: "Future[Any] | None" = None  # that for a report, until it is answered
-    asked_at: float = 0.0
-    cursors: tuple[int, int] = 0, 0  # up to which its records and spans were read
+    since: float = dataclasses.field(default_factory=lambda: time.monotonic())  # when `state` last changed
+    job: "Future[Any] | None" = None  # its running job: a maker's loop, or a trainer's sync, fit or save
+    failure: BaseException | None = None  # the error with which its last report failed, such as PeerDied
+    has_weights: bool = False  # whether a maker has received its first weights
+    num_made: int = 0  # samples that a trainer has received
+    report_call: "Future[Any] | None" = None  # the report call in flight
+    report_called_at: float = 0.0  # when that call was made
+    cursors: tuple[int, int] = 0, 0  # positions up to which its records and spans were read
     is_stalled: bool = False
     _job_call: tuple[str, tuple[Any, ...]] = "", ()
-    # What it was told without waiting for it, by method and the maker that it is about.
-    _orders: "dict[tuple[str, str], tuple[Future[Any], tuple[Any, ...]]]" = dataclasses.field(default_factory=dict)
+    # Calls that the driver does not wait for, by method and by the maker that they are about.
+    _commands: "dict[tuple[str, str], tuple[Future[Any], tuple[Any, ...]]]" = dataclasses.field(default_factory=dict)
 
-    def begin(self, state: str, method: str, *args: Any) -> None:
-        """Start a job, which brings the actor into a state."""
+    def start_job(self, state: str, method: str, *args: Any) -> None:
+        """Start a job and enter `state`."""
         self.state, self.since = state, time.monotonic()
         self._job_call = method, args
-        self.repeat_job()
+        self.restart_job()
 
-    def repeat_job(self) -> None:
-        """Start the last job again, whose connection broke."""
+    def restart_job(self) -> None:
+        """Start the last job again after its connection broke."""
         method, args = self._job_call
         self.job = self.peer.call(method, *args)
 
-    def order(self, method: str, *args: Any, about: str = "") -> None:
-        """Call a method that may be repeated, and do not wait for it. A later order `about` the same replaces it."""
-        self._orders[method, about] = self.peer.call(method, *args), args
+    def send_command(self, method: str, *args: Any, about: str = "") -> None:
+        """Call an idempotent method without waiting for it; a later call `about` the same subject supersedes it."""
+        self._commands[method, about] = self.peer.call(method, *args), args
 
-    def repeat_lost_orders(self) -> None:
-        """Give orders again whose connection broke, or that ran past a deadline: that of a step it waited for."""
-        for (method, about), (call, args) in list(self._orders.items()):
+    def retry_lost_commands(self) -> None:
+        """Retry commands whose connection broke, or that hit a deadline while a training step held the actor up.
+
+        Raises any other exception of a command.
+        """
+        for (method, about), (call, args) in list(self._commands.items()):
             if not call.done():
                 continue
-            del self._orders[method, about]
+            del self._commands[method, about]
             error = call.exception()
             if isinstance(error, RemoteError) and not isinstance(error.cause, DeadlineExceeded):
                 error.cause.add_note(f"raised in {self.name} by {method}")
                 raise error.cause from None
             if error is not None and not isinstance(error, PeerDied):
-                self.order(method, *args, about=about)
+                self.send_command(method, *args, about=about)
 
 
 class Restarts:
-    """The budget of a run: deaths of one actor in a row are followed by longer waits, too many in an hour end it."""
+    """The restart budget of a run, `limit` restarts per hour, with exponential backoff for each actor."""
 
     def __init__(self, limit: int, *, remedy: str = "") -> None:
-        """`remedy` ends the message of the death that is one too many."""
+        """`remedy` ends the error message when the budget is exhausted."""
         self._limit = limit
         self._remedy = remedy
-        self._last: dict[str, tuple[float, float]] = {}  # when it was to be started again, after how long
+        self._last: dict[str, tuple[float, float]] = {}  # time of the last restart, and the backoff before it
         self._recent: deque[float] = deque()
         self.counts: Counter[str] = Counter(makers=0, trainers=0)
 
-    def take(self, kind: str, name: str, error: BaseException) -> float:
-        """Count a death of the "makers" or "trainers"; return how long to wait, PeerDied if there were too many."""
+    def count_death(self, kind: str, name: str, error: BaseException) -> float:
+        """Count a death among the "makers" or "trainers"; return the seconds to wait before the restart.
+
+        Raises PeerDied if the budget is exhausted.
+        """
         now = time.monotonic()
         while self._recent and now - self._recent[0] > _WINDOW_SECONDS:
             self._recent.popleft()
         if len(self._recent) >= self._limit:
             raise PeerDied(
-                f"{name} died: {error} Actors were started again {counted(self._limit, 'time')} "
-                f"(topology.max_restarts) within an hour. {self._remedy}"
+                f"{name} died: {error} No restarts left: topology.max_restarts allows "
+                f"{counted(self._limit, 'restart')} within an hour. {self._remedy}"
             )
         self._recent.append(now)
         self.counts[kind] += 1
-        key = name if kind == "makers" else kind  # trainers are started again together
+        key = name if kind == "makers" else kind  # trainers restart together
         started, waited = self._last.get(key, (float("-inf"), 0.0))
         has_recovered = now - started > _RECOVERED_SECONDS
         seconds = _FIRST_BACKOFF_SECONDS if has_recovered else min(_MAX_BACKOFF_SECONDS, 2 * waited)

@@ -1,15 +1,15 @@
-"""Which actors a run has, and what becomes of them: one table, and one function that reacts to what happened.
+"""Supervises the actors of a run: one table of actors and their states, and one function that reacts to changes.
 
     maker      loading ─► loaded ─► working ─► leaving
     trainer    loading ─► loaded ─► syncing ─► synced ─► training ─► trained
 
-An actor has loaded when it answers for the first time. Then the trainers are told of a maker, and not before: an update
-would wait for it. A maker works once it has its first weights. The trainers of a group change their states together.
+An actor is loaded when it answers its first call. Trainers hear of a maker only then, because an update would wait for
+a maker that is still loading. A maker is working once it has its first weights. All trainers of a group change state
+together.
 
-At every turn makers are created that are missing, because they died or because more are wanted (`coati scale`), and
-those that are too many leave. The leases of one that is gone, or only does not answer, are granted to others. If a
-trainer dies, all are started again, from the newest checkpoint. What an actor raises ends the run, unless it
-is a maker that has yet to begin its work.
+Each turn creates missing makers, whether they died or the target number rose (`coati scale`), and stops surplus ones.
+The leases of a maker that is gone or unresponsive are reassigned. If a trainer dies, all trainers restart from the
+newest checkpoint. An exception raised in an actor ends the run, unless the actor is a maker that never started working.
 """
 
 import functools
@@ -39,16 +39,16 @@ logger = logging.getLogger(__name__)
 
 _LAST_FETCH_SECONDS = 5.0
 NAME_SECONDS = 0.5
-"""Until Ray can give the name of an actor that was ended to another."""
-# After a rank of a group raised: until Ray says that another one died, which breaks what they compute together.
+"""Time until Ray frees the name of a killed actor."""
+# How long to wait, after a rank raised, for Ray to report the death of another rank, which may be the cause.
 _DEATH_SECONDS = 20.0
 
 
 class Supervisor:
-    """Follows the makers and trainers of a run. Nothing here waits longer than the `turn` that it is called in."""
+    """Supervises the makers and trainers of a run. Every wait is bounded."""
 
     def __init__(self, config: RunSettings, factory: ActorFactory, log: RunLog, *, remedy: str = "") -> None:
-        """`remedy` ends the message of a death that ends the run."""
+        """`remedy` ends the error message of a death that ends the run."""
         self._config = config
         self._factory = factory
         self._log = log
@@ -56,14 +56,14 @@ class Supervisor:
         self.restarts = Restarts(config.topology.max_restarts, remedy=remedy)
         self.makers: dict[str, RunActor] = {}
         self.trainers: dict[str, RunActor] = {}
-        self.wanted = config.topology.makers  # those with the lowest numbers; may be changed at any time
-        self.has_begun = False  # whether training has begun; before that, a death ends the run
-        self.is_stopping = False  # then what becomes of makers does not matter any more
-        self._members = {*maker_names(self.wanted)}  # makers that the run counts on: they worked, or it began with them
-        self._makers_due: dict[str, float] = {}  # when those that are gone may be started again
-        self._trainers_due = 0.0
-        self._start = StartingPoint()  # of the trainers that were started again
-        self._symptom: tuple[Exception, float] | None = None  # what a trainer raised, and when that is an error
+        self.target_makers = config.topology.makers  # target number of makers; may be changed at any time
+        self.has_begun = False  # whether training has begun; before that, any death ends the run
+        self.is_stopping = False  # from then on, failures of makers are ignored
+        self._members = {*maker_names(self.target_makers)}  # makers to replace: the first ones, and any that worked
+        self._maker_restart_times: dict[str, float] = {}  # the earliest time at which a maker's name may be used again
+        self._trainer_restart_time = 0.0
+        self._start = StartingPoint()  # where the restarted trainers continue
+        self._symptom: tuple[Exception, float] | None = None  # a trainer's exception, and when to raise it
 
     @property
     def actors(self) -> list[RunActor]:
@@ -72,109 +72,115 @@ class Supervisor:
 
     @property
     def trainer_states(self) -> set[str]:
-        """The states of all trainers: one, while none of them ends a job."""
+        """The distinct states of all trainers: one state, except while some have finished a job before others."""
         return {trainer.state for trainer in self.trainers.values()}
 
     @property
     def is_starting(self) -> bool:
-        """Whether there are no trainers yet that train: they load, or send their first weights."""
+        """Whether the trainers are missing, loading, or sending their first weights."""
         return not self.trainers or not self.trainer_states.isdisjoint({"loading", "loaded", "syncing", "synced"})
 
     @property
     def working_makers(self) -> list[str]:
-        """Makers whose loops have not ended."""
+        """Names of the makers whose loops are running."""
         return [name for name, maker in self.makers.items() if maker.job is not None]
 
     @property
     def message(self) -> str:
-        """What the run waits for; "" while all that it is to have is at work."""
+        """The progress message: what the run waits for; empty while all makers and trainers are working."""
         if self.is_stopping:
             return ""
         if self.is_starting and self.has_begun:
-            what = f"the run continues from {self._start}" if self.trainers else "starting the trainers again"
+            what = f"the run continues from {self._start}" if self.trainers else "restarting all trainers"
             return f"a trainer died; {what}"
         if self.is_starting:
             return "loading models"
         num_working = sum(maker.state == "working" for maker in self.makers.values())
-        if num_working == len(self.makers) == self.wanted:
+        if num_working == len(self.makers) == self.target_makers:
             return ""
-        return f"{num_working} of {counted(self.wanted, 'maker')} at work"
+        return f"{num_working} of {counted(self.target_makers, 'maker')} working"
 
-    # What the run does
+    # Called by the launcher
 
     def create_all(self, resume: Path | None) -> None:
-        """Create the actors that the run begins with."""
+        """Create the initial actors of the run."""
         self._create_trainers(resume)
-        self._match_wanted()
+        self._reconcile_makers()
 
     def _create_trainers(self, resume: Path | None) -> None:
         incarnation = self.restarts.counts["trainers"]
-        makers = self._loaded_makers() if self.has_begun else maker_names(self.wanted)
+        makers = self._loaded_maker_names() if self.has_begun else maker_names(self.target_makers)
         peers = self._factory.create_trainers(resume, makers=makers, incarnation=incarnation)
         self.trainers = {peer.name: RunActor(peer.name, peer) for peer in peers}
         for maker in self.makers.values():
-            maker.is_stalled = False  # if it still is, the new trainers are told too
+            maker.is_stalled = False  # detected again if it still is, so that the new trainers learn of it
 
     def save(self, path: str) -> None:
-        """Have the trainers save the model; they have when their state is "saved"."""
-        self._symptom = None  # known by now, if this is after a failure
+        """Make the trainers save the model; their state becomes "saved"."""
+        self._symptom = None  # after a failure it has been raised already
         for trainer in self.trainers.values():
-            trainer.begin("saving", "strategy_save_actor", path, True)
+            trainer.start_job("saving", "strategy_save_actor", path, True)
 
     def stop(self) -> None:
-        """Have all actors end their loops."""
+        """Tell all actors to end their loops."""
         if not self.is_stopping:
             self.is_stopping = True
             for actor in self.actors:
-                actor.order("stop")
+                actor.send_command("stop")
 
     def kill_all(self) -> None:
-        """End all actors."""
+        """Kill all actors."""
         for actor in self.actors:
             self._factory.kill(actor.peer)
 
-    # What happens
+    # The state machine
 
     def turn(self, timeout: float) -> None:
-        """Wait a moment for jobs to end, read what actors have recorded, and react to what happened, or raise it."""
+        """Wait up to `timeout` seconds for a job to end, and as long for reports; then react to all changes.
+
+        Raises the error if one of them ends the run.
+        """
         if not self.actors:
             time.sleep(timeout)
         for actor in self.actors:
-            actor.repeat_lost_orders()
+            actor.retry_lost_commands()
         jobs = {actor.job: actor for actor in self.actors if actor.job is not None}
         ended = [jobs[job] for job in wait(jobs, timeout, FIRST_COMPLETED).done]
         self.fetch(timeout)
         for actor in self.actors:
             if actor not in self.actors:
-                continue  # it was removed with another one
+                continue  # removed while another actor was handled
             if actor in ended:
-                self._end_job(actor)
+                self._handle_job_end(actor)
             elif actor.failure is not None:
-                self._note_end(actor, actor.failure)
+                self._handle_failure(actor, actor.failure)
         self._check_deadlines()
         if not self.is_stopping:
             if self.has_begun:
-                self._match_wanted()
+                self._reconcile_makers()
             self._advance_makers()
         self._advance_trainers()
 
     def fetch(self, timeout: float) -> None:
-        """Ask all actors at once for what they have recorded, and log it; a busy one is read later."""
+        """Request reports from all actors concurrently, and log those that arrive within `timeout` seconds.
+
+        The others stay in flight and are read in a later call.
+        """
         for actor in self.actors:
-            if actor.question is None:
-                actor.question = actor.peer.call("report", *actor.cursors)
-                actor.asked_at = time.monotonic()
-        done = wait([actor.question for actor in self.actors if actor.question is not None], timeout).done
+            if actor.report_call is None:
+                actor.report_call = actor.peer.call("report", *actor.cursors)
+                actor.report_called_at = time.monotonic()
+        done = wait([actor.report_call for actor in self.actors if actor.report_call is not None], timeout).done
         for actor in self.actors:
-            if actor.question in done:
-                call, actor.question = actor.question, None
+            if actor.report_call in done:
+                call, actor.report_call = actor.report_call, None
                 if call.exception() is None:
                     self._read(actor, call.result())
-                elif not isinstance(call.exception(), PeerUnavailable):  # else it is asked again
+                elif not isinstance(call.exception(), PeerUnavailable):  # otherwise the next `fetch` retries
                     actor.failure = call.exception()
         for maker in self.makers.values():
             if maker.failure is None:
-                self._note_stall(maker)
+                self._update_stall(maker)
 
     def _read(self, actor: RunActor, report: Report) -> None:
         if actor.state == "loading":
@@ -182,7 +188,7 @@ class Supervisor:
         actor.has_weights, actor.num_made = report.progress.has_weights, report.progress.num_made
         if self.trainers:
             self._log.state.num_made = sum(trainer.num_made for trainer in self.trainers.values())
-        if not self.has_begun:  # nothing is logged: the folder may still hold an earlier run
+        if not self.has_begun:  # log nothing yet: the folder may still hold an earlier run
             return
         records = report.records.records
         actor.cursors = report.records.cursor, report.spans.cursor
@@ -192,33 +198,33 @@ class Supervisor:
             self._log.state.buffer_batches = report.progress.num_waiting
         self._log.take(actor.name, records, report.spans.records)
 
-    def _note_stall(self, maker: RunActor) -> None:
-        """Have the leases of a maker that does not answer granted to others: what it delivers later is refused."""
+    def _update_stall(self, maker: RunActor) -> None:
+        """Release the leases of a maker that stops answering; the trainers refuse its late deliveries."""
         seconds, was_stalled = self._config.deadlines.stall_seconds, maker.is_stalled
-        is_late = maker.question is not None and time.monotonic() - maker.asked_at >= seconds
+        is_late = maker.report_call is not None and time.monotonic() - maker.report_called_at >= seconds
         maker.is_stalled = is_late and maker.state != "loading"
         if maker.is_stalled and not was_stalled:
-            logger.warning("%s has not answered for %g s; its work is given to others", maker.name, seconds)
-            self._release(maker.name, "does not respond")
+            logger.warning("%s has not answered for %g s; its leases are reassigned", maker.name, seconds)
+            self._release_leases(maker.name, "does not respond")
         elif was_stalled and not maker.is_stalled:
-            logger.warning("%s answers again", maker.name)
+            logger.warning("%s is answering again", maker.name)
 
-    def _end_job(self, actor: RunActor) -> None:
+    def _handle_job_end(self, actor: RunActor) -> None:
         job, actor.job = actor.job, None
         assert job is not None
-        error, is_lone = job.exception(), len(self.trainers) == 1  # a group works together
-        if isinstance(error, PeerUnavailable) and actor.state in ("syncing", "saving") and is_lone:
-            actor.repeat_job()
+        error, is_single = job.exception(), len(self.trainers) == 1  # a rank of a group cannot repeat a job alone
+        if isinstance(error, PeerUnavailable) and actor.state in ("syncing", "saving") and is_single:
+            actor.restart_job()
         elif error is not None:
-            self._note_end(actor, error)
+            self._handle_failure(actor, error)
         elif actor.name in self.trainers:
             actor.state = {"syncing": "synced", "training": "trained", "saving": "saved"}[actor.state]
         elif not self.is_stopping:
             self.fetch(_LAST_FETCH_SECONDS)
             self._remove(actor, "left")
 
-    def _note_end(self, actor: RunActor, error: BaseException) -> None:
-        """An actor raised, or is gone."""
+    def _handle_failure(self, actor: RunActor, error: BaseException) -> None:
+        """Handle an actor that raised or died: remove or replace it, or raise the error that ends the run."""
         actor.job = actor.failure = None
         is_maker, has_raised = actor.name in self.makers, isinstance(error, RemoteError)
         if is_maker and self.is_stopping:
@@ -230,41 +236,44 @@ class Supervisor:
             cause = PeerDied(f"{actor.name} died: {error}")
         is_symptom = isinstance(cause, RuntimeError) and not isinstance(cause, CoatiError)
         if is_maker and self.has_begun and not (has_raised and actor.name in self._members):
-            # Trainers hear of it now, so that its successor is a new maker to them.
+            # Tell the trainers now, so that they treat its successor as a new maker, which needs all weights.
             self._remove(actor, f"died: {error}")
             if actor.state != "leaving":
-                self._note_loss(actor.name, error)
+                self._handle_maker_loss(actor.name, error)
         elif not is_maker and (is_symptom or isinstance(error, StartFailed)):
-            self._suspect_death(actor, cause)
+            self._defer_error(actor, cause)
         elif is_maker or has_raised or not self.has_begun:
             raise cause from None
         else:
-            self._plan_trainers(actor, error)
+            self._schedule_trainer_restart(actor, error)
 
-    def _note_loss(self, maker: str, error: BaseException) -> None:
-        """A maker died, or could not be created. One that has yet to begin its work in this run is done without."""
+    def _handle_maker_loss(self, maker: str, error: BaseException) -> None:
+        """Schedule the restart of a maker that died or could not be created; give up on one that never worked."""
         if maker in self._members:
-            seconds = self.restarts.take("makers", maker, error)
-            logger.error("%s died and is started again in %g s: %s", maker, seconds, error)
-            self._makers_due[maker] = time.monotonic() + seconds
+            seconds = self.restarts.count_death("makers", maker, error)
+            logger.error("%s died; restarting it in %g s: %s", maker, seconds, error)
+            self._maker_restart_times[maker] = time.monotonic() + seconds
         else:
-            self.wanted = min(self.wanted, number_of(maker))
-            left, reason = counted(self.wanted, "maker"), str(error) or type(error).__name__
+            self.target_makers = min(self.target_makers, number_of(maker))
+            left, reason = counted(self.target_makers, "maker"), str(error) or type(error).__name__
             logger.warning("%s could not join; training continues with %s: %s", maker, left, reason)
 
-    def _plan_trainers(self, dead: RunActor, error: BaseException) -> None:
-        """End all trainers, because one died, to start them again after a while; makers keep what they have."""
+    def _schedule_trainer_restart(self, dead: RunActor, error: BaseException) -> None:
+        """Kill all trainers because one died, and schedule their restart; makers keep running."""
         if self.is_stopping:
-            raise PeerDied(f"{dead.name} died: {error} It was stopping. {self._remedy}")
-        seconds = self.restarts.take("trainers", dead.name, error)
-        logger.error("all trainers are started again in %g s, because %s died: %s", seconds, dead.name, error)
+            raise PeerDied(f"{dead.name} died while the run was stopping: {error} {self._remedy}")
+        seconds = self.restarts.count_death("trainers", dead.name, error)
+        logger.error("%s died; restarting all trainers in %g s: %s", dead.name, seconds, error)
         for trainer in self.trainers.values():
             self._factory.kill(trainer.peer)
         self.trainers, self._symptom = {}, None
-        self._trainers_due = time.monotonic() + seconds
+        self._trainer_restart_time = time.monotonic() + seconds
 
-    def _suspect_death(self, trainer: RunActor, error: Exception) -> None:
-        """A rank fails when another one dies, and may be the first to say so: its error counts if none has died."""
+    def _defer_error(self, trainer: RunActor, error: Exception) -> None:
+        """Keep a rank's error, which may only be a symptom of another rank's death.
+
+        It is raised if no death is reported within `_DEATH_SECONDS`, or if all ranks have failed.
+        """
         trainer.state = "failed"
         if self._symptom is None:
             self._symptom = error, time.monotonic() + _DEATH_SECONDS
@@ -278,28 +287,30 @@ class Supervisor:
         late = [one for one in self.actors if one.state in ("loading", "syncing") and now - one.since > limit]
         if needed := [one.name for one in late if one.name in self.trainers or not self.has_begun]:
             raise DeadlineExceeded(
-                f"waited {limit:g} s (deadlines.start_seconds) for all actors to load their models and for the first "
-                f"weights ({listed(needed)} did not answer)."
+                f"waited {limit:g} s (deadlines.start_seconds) for {listed(needed)} to load models and complete the "
+                "first weight update. Raise the deadline for large models or slow disks."
             )
         for maker in late:
             if maker.name not in self.makers:
-                continue  # it was removed with another one
-            reason = f"it did not load within {limit:g} s (deadlines.start_seconds). Is there a free CPU or GPU for it?"
-            self._note_end(maker, PeerDied(reason))
+                continue  # removed while another maker was handled
+            reason = (
+                f"it did not load within {limit:g} s (deadlines.start_seconds). Check that a CPU or GPU is free for it."
+            )
+            self._handle_failure(maker, PeerDied(reason))
 
-    def _match_wanted(self) -> None:
-        """Create makers that are missing, and have those leave that are too many."""
-        names = maker_names(self.wanted)
+    def _reconcile_makers(self) -> None:
+        """Create missing makers and stop surplus ones: those with the lowest numbers stay."""
+        names = maker_names(self.target_makers)
         self._members.intersection_update(names)
         for name in names:
-            if name not in self.makers and time.monotonic() >= self._makers_due.get(name, 0.0):
+            if name not in self.makers and time.monotonic() >= self._maker_restart_times.get(name, 0.0):
                 self._create_maker(name)
         for maker in [maker for name, maker in self.makers.items() if name not in names and maker.state != "leaving"]:
-            if maker.job is None:  # it still loads
+            if maker.job is None:  # it is still loading
                 self._remove(maker, "left")
             else:
                 maker.state = "leaving"
-                maker.order("stop")
+                maker.send_command("stop")
 
     def _create_maker(self, name: str) -> None:
         try:
@@ -307,7 +318,7 @@ class Supervisor:
         except Exception as error:
             if not self.has_begun:
                 raise
-            self._note_loss(name, error)
+            self._handle_maker_loss(name, error)
 
     def _advance_makers(self) -> None:
         loaded = [maker for maker in self.makers.values() if maker.state == "loaded"]
@@ -317,21 +328,21 @@ class Supervisor:
                 self._members.add(maker.name)
         idle = [maker for maker in loaded if maker.job is None]
         if idle and self.has_begun:
-            self._tell_trainers()
+            self._send_maker_lists()
             for maker in idle:
-                maker.begin("loaded", "workingloop", functools.partial(build.make_prompts, self._config))
+                maker.start_job("loaded", "workingloop", functools.partial(build.make_prompts, self._config))
 
     def _advance_trainers(self) -> None:
-        if not self.trainers and time.monotonic() >= self._trainers_due:
-            # The old ones have ended their writing by now.
+        if not self.trainers and time.monotonic() >= self._trainer_restart_time:
+            # By now the old trainers have stopped writing.
             self._start = choose_start(self._config, is_restart=True)
             continue_files(self._config, self._log, self._start, is_restart=True)
             self._create_trainers(self._start.checkpoint)
         states = self.trainer_states
-        if states == {"loaded"} and (self.has_begun or len(self._loaded_makers()) == len(self.makers)):
-            self._tell_trainers()  # makers may have joined or left meanwhile
+        if states == {"loaded"} and (self.has_begun or len(self._loaded_maker_names()) == len(self.makers)):
+            self._send_maker_lists()  # makers may have joined or left while the trainers were loading
             for trainer in self.trainers.values():
-                trainer.begin("syncing", "sync_models_to_remote_makers")
+                trainer.start_job("syncing", "sync_models_to_remote_makers")
         elif states == {"synced"}:
             if not self.has_begun:
                 self._log.begin()
@@ -339,24 +350,24 @@ class Supervisor:
                 self._advance_makers()
             train = self._config.train
             for trainer in self.trainers.values():
-                trainer.begin("training", "fit", train.total_steps, train.update_steps, train.epochs)
+                trainer.start_job("training", "fit", train.total_steps, train.update_steps, train.epochs)
 
     def _remove(self, maker: RunActor, reason: str) -> None:
         del self.makers[maker.name]
-        self._makers_due[maker.name] = time.monotonic() + NAME_SECONDS
+        self._maker_restart_times[maker.name] = time.monotonic() + NAME_SECONDS
         self._factory.kill(maker.peer)
-        self._release(maker.name, reason)
-        self._tell_trainers()
+        self._release_leases(maker.name, reason)
+        self._send_maker_lists()
 
-    def _release(self, name: str, reason: str) -> None:
-        """Have the trainers grant a maker's leases to others, and not wait for it."""
+    def _release_leases(self, name: str, reason: str) -> None:
+        """Tell the trainers to release a maker's leases and not to wait for it."""
         for trainer in self.trainers.values():
-            trainer.order("release_maker", name, reason, about=name)
+            trainer.send_command("release_maker", name, reason, about=name)
 
-    def _tell_trainers(self) -> None:
-        """Send each trainer the names of the makers that it updates now."""
+    def _send_maker_lists(self) -> None:
+        """Send each trainer the list of makers that it updates."""
         for rank, trainer in enumerate(self.trainers.values()):
-            trainer.order("change_makers", self._factory.updated_by(rank, self._loaded_makers()))
+            trainer.send_command("change_makers", self._factory.updated_by(rank, self._loaded_maker_names()))
 
-    def _loaded_makers(self) -> list[str]:
+    def _loaded_maker_names(self) -> list[str]:
         return [name for name, maker in self.makers.items() if maker.state != "loading"]

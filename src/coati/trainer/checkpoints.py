@@ -1,14 +1,14 @@
-"""Checkpoints: all that a run needs to continue, in a folder that appears whole or not at all.
+"""Checkpoints: everything that a run needs to resume, in a folder that is created atomically.
 
     version-40/              the actor and its tokenizer, as transformers loads them
         critic/
         optimizers/actor/    and optimizers/critic/
         state.json           version, counters, and the ledger of each rank
-        rank-0.safetensors   of each rank: its random state, and samples that were delivered and not trained on
+        rank-0.safetensors   one per rank: its random state, and samples that were delivered but not trained on
         manifest.json        a digest of every file
 
-The training thread copies everything to host memory, and another one writes. If it cannot, training continues, and
-the checkpoints before it stay.
+The training thread copies everything to host memory, and a background thread writes it. If writing fails, training
+continues, and earlier checkpoints stay.
 """
 
 import json
@@ -41,7 +41,7 @@ _STATE_FILE = "state.json"
 
 
 class Checkpoints:
-    """Saves the checkpoints of a learner and its buffer, and restores one. All ranks must call alike."""
+    """Saves and restores checkpoints of a learner and its buffer. All ranks must call its methods in the same order."""
 
     def __init__(
         self,
@@ -59,14 +59,15 @@ class Checkpoints:
         self._train = train
         self._tokenizer = tokenizer
         self.write_seconds = write_seconds
-        self._last = -1  # the version saved last
+        self._last = -1  # the last saved version
         self._writing: Future[None] | None = None
-        self._copies: dict[str, dict[str, Tensor]] = {}  # host memory that each checkpoint is copied to
+        self._host_buffers: dict[str, dict[str, Tensor]] = {}  # reused by every checkpoint
 
     def is_due(self, version: int, num_fresh: int, *, was_stopped: bool) -> bool:
-        """Whether this version is to be saved: every so many, and the one at which a run is stopped.
+        """Whether to save this version: every `train.save_every` versions, and when a run is stopped.
 
-        One that the stop ended early is not if the one before it was: from that, a run continues to the same bits.
+        A version that the stop cut short is not saved if the one before it was: a run that resumes from a complete
+        version continues bit for bit.
         """
         if self._folder is None:
             return False
@@ -77,17 +78,17 @@ class Checkpoints:
         return version != self._last and every > 0 and version % every == 0
 
     def save(self, version: int, counters: Mapping[str, Any]) -> None:
-        """Copy the state and write it in the background, after the checkpoint before it is written."""
+        """Copy the state to host memory and write it in the background; waits for the previous checkpoint first."""
         self.wait()
         learner, strategy = self._learner, self._learner.strategy
-        copies, writers = self._copies, {}
+        buffers, writers = self._host_buffers, {}
         for label, model in learner.models.items():
             name = "" if label == "actor" else label
-            writers[name] = strategy.model_writer(model, into=copies.setdefault(name, {}))
+            writers[name] = strategy.model_writer(model, into=buffers.setdefault(name, {}))
         for label, optimizer in learner.optimizers.items():
             name = f"optimizers/{label}"
-            writers[name] = strategy.optimizer_writer(optimizer, into=copies.setdefault(name, {}))
-        ranks = [self._state_of_rank()]
+            writers[name] = strategy.optimizer_writer(optimizer, into=buffers.setdefault(name, {}))
+        ranks = [self._rank_state()]
         if strategy.world_size > 1:
             mine, ranks = ranks[0], [ranks[0]] * strategy.world_size
             dist.gather_object(mine, ranks if strategy.rank == 0 else None)
@@ -115,8 +116,8 @@ class Checkpoints:
             failure = next((failure for _, _, failure in ranks if failure is not None), None)
             self._writing = run_in_background(lambda: self._write(version, write, failure), name="checkpoint")
 
-    def _state_of_rank(self) -> tuple[dict[str, Any], bytes, StorageError | None]:
-        """What only this rank has, as JSON and as a file; or why there is none, which the first rank has to know."""
+    def _rank_state(self) -> tuple[dict[str, Any], bytes, StorageError | None]:
+        """Return this rank's own state: JSON, the contents of its file, and the error if the buffer has no state."""
         try:
             of_rank, tensors = ({}, {}) if self._buffer is None else self._buffer.state()
         except StorageError as error:
@@ -124,7 +125,10 @@ class Checkpoints:
         return of_rank, safetensors.torch.save({**tensors, **random_state(self._learner.device)}), None
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written, or has failed to be."""
+        """Wait until the last checkpoint has been written or has failed.
+
+        Raises DeadlineExceeded after `deadlines.update_seconds`.
+        """
         if self._writing is None:
             return
         try:
@@ -132,7 +136,7 @@ class Checkpoints:
         except TimeoutError:
             raise DeadlineExceeded(
                 f"waited {self.write_seconds:g} s (deadlines.update_seconds) for checkpoint {self._last} to be "
-                f"written in {str(self._folder)!r}. Is the disk stuck, or too slow?"
+                f"written in {str(self._folder)!r}. Check whether the disk is stuck, or raise the deadline."
             ) from None
         self._writing = None
 
@@ -147,20 +151,20 @@ class Checkpoints:
             for other in [other for other in others if other != path][self._train.checkpoints_kept - 1 :]:
                 shutil.rmtree(other)
         except Exception as error:
-            logger.error("the checkpoint of version %d failed, and training continues without it: %s", version, error)
+            logger.error("the checkpoint of version %d failed; training continues without it: %s", version, error)
         else:
             logger.info("checkpoint of version %d written in %.1f s", version, time.monotonic() - started)
 
     @device_errors_explained(
         "loading a checkpoint",
-        "Resume on as much of a GPU as the run had, shard the trainer (train.strategy), or keep optimizer state in "
+        "Resume with as much GPU memory as the run had, shard the trainer (train.strategy), or keep optimizer state in "
         "host memory (train.cpu_offload).",
     )
     def restore(self, path: Path) -> dict[str, Any]:
-        """Load everything from a checkpoint, before training; returns its version and the counters it was saved with.
+        """Load everything from a checkpoint before training; return its version and counters.
 
-        With another number of ranks, or after a version that a stop ended early, samples that were not trained on are
-        made again. CheckpointError if it is not whole.
+        With a different number of ranks, or after a version that a stop cut short, samples that were not trained on are
+        generated again. Raises CheckpointError if the checkpoint is incomplete or damaged.
         """
         learner, strategy = self._learner, self._learner.strategy
         state = strategy.run_on_all(lambda: _read_state(path), f"read {path}")
@@ -185,7 +189,7 @@ class Checkpoints:
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the newest checkpoint in a folder that is whole, and its state; CheckpointError if there is none."""
+    """Return the newest intact checkpoint in a folder and its state; CheckpointError if there is none."""
     damaged = []
     for path in saved_versions(folder):
         try:
@@ -193,17 +197,17 @@ def find_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:
             return path, _read_state(path)
         except CheckpointError as error:
             damaged.append(path.name)
-            logger.error("%s cannot be used, and the checkpoint before it is tried: %s", path, error)
+            logger.error("%s cannot be used; trying the checkpoint before it: %s", path, error)
     found = f"only damaged ones ({', '.join(damaged)})" if damaged else "none"
     raise CheckpointError(
-        f"{str(folder)!r} must hold a whole checkpoint (version-N) to resume from, got {found}. They are written every "
-        "train.save_every versions, and when a run is stopped. To train from the start instead: coati train "
-        f"{folder.parent / 'config.toml'} --overwrite"
+        f"{str(folder)!r} must hold an intact checkpoint (version-N) to resume from, got {found}. Checkpoints are "
+        "written every train.save_every versions, and when a run is stopped. To train from the start instead: coati "
+        f"train {folder.parent / 'config.toml'} --overwrite"
     )
 
 
 def clear_after(folder: Path, version: int) -> None:
-    """Set aside what is there of later versions, which are made again, and delete what was never finished."""
+    """Rename checkpoints of later versions, which will be trained again, to `.damaged`; delete unfinished ones."""
     for path in folder.glob(".version-*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in saved_versions(folder):
@@ -214,7 +218,7 @@ def clear_after(folder: Path, version: int) -> None:
 
 
 def saved_versions(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, the newest first."""
+    """Return the checkpoints in a folder, newest first."""
     paths = [path for path in folder.glob("version-*") if re.fullmatch(r"version-\d+", path.name)]
     return sorted(paths, key=_version_of, reverse=True)
 
@@ -232,5 +236,5 @@ def _read_state(path: Path) -> dict[str, Any]:
             f"{path / _STATE_FILE} is missing or unreadable: {error!r}. Use another checkpoint."
         ) from error
     if found != _FORMAT:
-        raise CheckpointError(f"{path} has format {found!r}, not {_FORMAT}. Use the coati that wrote it.")
+        raise CheckpointError(f"{path} has format {found!r}, not {_FORMAT}. Use the version of coati that wrote it.")
     return state

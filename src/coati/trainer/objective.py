@@ -1,7 +1,7 @@
-"""The policy's objective: which ratio is clipped around what, how tokens add up, the KL term, the correction for age.
+"""The policy's objective: the surrogate, the normalization over tokens, the KL term and the off-policy correction.
 
-With the decoupled correction, the first step on a batch writes the log-probs of the weights that it starts from onto
-it: they are the *proximal* policy, also of later epochs.
+With the decoupled correction, the first step on a batch stores the log-probs of its starting weights in the batch. They
+are the *proximal* policy, also in later epochs.
 """
 
 import functools
@@ -40,9 +40,9 @@ class StepCounts(NamedTuple):
     tokens: Tensor
     sequences: Tensor
     max_response_tokens: int = 0
-    """What the normalisation "constant" divides by."""
+    """The divisor of `algorithm.normalization = "constant"`."""
     positive_tokens: Tensor | float = 0.0
-    """Those of responses with a reward above 0."""
+    """Tokens of responses with a reward above 0."""
 
 
 def policy_objective(
@@ -52,7 +52,10 @@ def policy_objective(
     counts: StepCounts,
     algorithm: AlgorithmSettings,
 ) -> PolicyLossOutput:
-    """Apply the algorithm, its `correction` resolved, to a micro-batch; a decoupled one needs proximal log-probs."""
+    """Compute the policy loss of a micro-batch.
+
+    `algorithm.correction` must be resolved; with "decoupled", `part` must have proximal log-probs.
+    """
     mask = part.full_action_mask()
     shares = loss_weights(
         mask,
@@ -75,7 +78,7 @@ def policy_objective(
         proximal_logprobs=proximal,
     )
     loss = policy.loss
-    if algorithm.behavior_kl_coef:  # k2 is half the square
+    if algorithm.behavior_kl_coef:  # k2 is half the squared log-ratio
         to_behavior = kl_penalty(logprobs, part.action_log_probs, mask, kind="k2", weights=shares)
         loss = loss + 2 * algorithm.behavior_kl_coef * to_behavior
     if algorithm.nll_coef:
@@ -84,8 +87,8 @@ def policy_objective(
     if algorithm.kl_loss_coef:
         if part.reference_log_probs is None:
             raise DataError(
-                f"kl_loss_coef is {algorithm.kl_loss_coef:g}, but the batch has no reference_log_probs to measure the "
-                "KL against. Use a maker with an algorithm whose KL is in the loss, such as 'grpo'."
+                f"kl_loss_coef is {algorithm.kl_loss_coef:g}, but the batch has no reference_log_probs to compute the "
+                "KL from. Use a maker with an algorithm whose KL is in the loss, such as 'grpo'."
             )
         kl_term = kl_penalty(logprobs, part.reference_log_probs, mask, kind=algorithm.kl_estimator, weights=shares)
         policy = policy._replace(kl_term=kl_term)
@@ -99,17 +102,20 @@ def _surrogate(part: Experience, mask: Tensor, algorithm: AlgorithmSettings) -> 
         "cispo": lambda: cispo(low, high),
         "dppo": lambda: dppo(low, high, cap=algorithm.importance_cap),
         "sapo": lambda: sapo(algorithm.sapo_tau, algorithm.sapo_tau_negative),
-        "own": lambda: own_surrogate(algorithm.loss, part, mask),
+        "own": lambda: custom_surrogate(algorithm.loss, part, mask),
     }
     return known[algorithm.loss_row.surrogate]()
 
 
 LOSS_TENSORS = ("logprobs", "log_ratio", "advantages", "mask", "behavior_logprobs", "rewards")
-"""What a loss of one's own can get."""
+"""The tensors that a custom loss can take."""
 
 
-def own_surrogate(name: str, part: Experience, mask: Tensor) -> Surrogate:
-    """Make a surrogate of the function "module:name", which takes tensors by their names: see docs/algorithms.md."""
+def custom_surrogate(name: str, part: Experience, mask: Tensor) -> Surrogate:
+    """Wrap the custom loss "module:name", which takes tensors by parameter name, as a surrogate.
+
+    See docs/algorithms.md.
+    """
     function = load_loss(name)
     declared = inspect.signature(function).parameters
 
@@ -121,7 +127,7 @@ def own_surrogate(name: str, part: Experience, mask: Tensor) -> Surrogate:
             came = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             raise DataError(
                 f"algorithm.loss {name!r} must return the loss of each token, {tuple(mask.shape)}, got {came}. Return "
-                "it before any sum or mean: algorithm.normalization adds tokens up."
+                "it without a sum or mean: algorithm.normalization reduces it."
             )
         return -zero_padding(losses, mask), torch.zeros_like(mask)
 
@@ -130,7 +136,7 @@ def own_surrogate(name: str, part: Experience, mask: Tensor) -> Surrogate:
 
 @functools.cache
 def load_loss(name: str, search_paths: tuple[Path, ...] = ()) -> Callable[..., Any]:
-    """Import the loss that "module:function" names; a second time, the name alone will do."""
+    """Import the loss "module:function". Once imported, it is found without `search_paths`."""
     try:
         function = load_reward_function(name, search_paths)
     except ConfigError as error:
@@ -138,14 +144,14 @@ def load_loss(name: str, search_paths: tuple[Path, ...] = ()) -> Callable[..., A
     needed = [one for one in inspect.signature(function).parameters.values() if one.default is one.empty]
     if unknown := [one.name for one in needed if one.kind is not one.VAR_KEYWORD and one.name not in LOSS_TENSORS]:
         raise ConfigError(
-            f"algorithm.loss {name!r} needs {unknown[0]!r}, but a loss gets {', '.join(LOSS_TENSORS)}, by name. Rename "
+            f"algorithm.loss {name!r} needs {unknown[0]!r}, but a loss can take only {', '.join(LOSS_TENSORS)}. Rename "
             "the parameter, or give it a default."
         )
     return function
 
 
 def token_weights(part: Experience, algorithm: AlgorithmSettings) -> Tensor:
-    """Importance weight of each response token of a batch with proximal log-probs, [B, A]."""
+    """Return the importance weight of each response token, [B, A]; needs proximal log-probs."""
     assert part.proximal_log_probs is not None
     return importance_weights(
         part.proximal_log_probs,
@@ -161,7 +167,7 @@ def token_weights(part: Experience, algorithm: AlgorithmSettings) -> Tensor:
 def measure_off_policy(
     numbers: StepNumbers, experience: Experience, algorithm: AlgorithmSettings, *, num_tokens: Tensor
 ) -> None:
-    """Add this rank's part of how far the data is from the policy that learns from it, if the batch says so."""
+    """Add this rank's share of the off-policy metrics to `numbers`, if the batch has proximal log-probs."""
     if experience.proximal_log_probs is None:
         return
     mask = experience.full_action_mask()
@@ -169,7 +175,7 @@ def measure_off_policy(
     ratios = zero_padding(finite_exp(log_ratios), mask)
     numbers.moments["off_policy/effective_samples"] = weight_moments(log_ratios, mask, level="sequence")
     numbers.moments["off_policy/effective_tokens"] = weight_moments(log_ratios, mask, level="token")
-    numbers.largest("off_policy/ratio_max", largest(ratios))
+    numbers.add_maximum("off_policy/ratio_max", largest(ratios))
     shares = {"above_cap": ratios > algorithm.importance_cap, "log_ratio": log_ratios.abs()}
     if algorithm.importance == "mask":
         shares["dropped"] = mask & (token_weights(experience, algorithm) == 0)
@@ -178,7 +184,7 @@ def measure_off_policy(
 
 
 def off_policy_metrics(joined: StepNumbers) -> dict[str, float]:
-    """The effective share of the joined batch, of samples and of tokens."""
+    """Return the effective sample size of the joined batch as a fraction, by samples and by tokens."""
     shares = {
         name: joined.moments.get(name) for name in ("off_policy/effective_samples", "off_policy/effective_tokens")
     }

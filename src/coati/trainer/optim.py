@@ -1,4 +1,4 @@
-"""HybridAdam: torch's fused Adam and AdamW under the name and arguments that GeminiStrategy's users know."""
+"""HybridAdam, the optimizer of `GeminiStrategy` and `LowLevelZeroStrategy`: torch's fused Adam or AdamW."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from coati.errors import ConfigError
 
 
 class HybridAdam(Adam):
-    """Adam or AdamW (`adamw_mode`) with torch's fused kernel on each device; parameters on a CPU and on GPUs may mix.
+    """Adam or AdamW with torch's fused kernels; parameters may be on CPU and GPUs at once.
 
-    `bias_correction` may only be True; torch's kernels always correct. Weight decay is decoupled in `adamw_mode`, else
-    added to the gradient.
+    `bias_correction` must be True, as torch's kernels always correct. With `adamw_mode`, weight decay is decoupled;
+    otherwise it is added to the gradient.
     """
 
     def __init__(
@@ -27,21 +27,21 @@ class HybridAdam(Adam):
         adamw_mode: bool = True,
     ) -> None:
         if not bias_correction:
-            raise ConfigError("HybridAdam needs bias_correction=True, got False, which torch's Adam does not offer.")
+            raise ConfigError("HybridAdam's bias_correction must be True, got False: torch's Adam always corrects.")
         super().__init__(params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=adamw_mode)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take moments and rates of any Adam; the kernel and the kind of weight decay stay this optimizer's."""
+        """Load moments and learning rates saved by any Adam; keep this optimizer's kernel and kind of weight decay."""
         kept = {key: self.defaults[key] for key in ("fused", "foreach", "decoupled_weight_decay")}
         groups = [{**group, **kept} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})
 
 
 def make_optimizer(optimizer_class: type[Optimizer], model: nn.Module, lr: float) -> Optimizer:
-    """An optimizer of what can be trained; torch's Adam in one call for all weights."""
+    """Create an optimizer for the trainable parameters of a model; Adam and AdamW use the fused kernel."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise ConfigError(f"{type(model).__name__} has no trainable parameters, so there is nothing to learn.")
+        raise ConfigError(f"{type(model).__name__} has no trainable parameters. Set requires_grad on some of them.")
     options: dict[str, Any] = {"lr": lr}
     if optimizer_class in (Adam, AdamW):
         options["fused"] = True

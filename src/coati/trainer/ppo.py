@@ -1,4 +1,4 @@
-"""The learner: one optimizer step of the actor, and of the critic if there is one, from one batch of experience."""
+"""The learner: takes one optimizer step of the actor, and of the critic if there is one, per batch of experience."""
 
 import contextlib
 import dataclasses
@@ -44,9 +44,9 @@ from coati.trainer.strategies.layouts import checkpoint_contexts, transformer_bl
 
 
 class PPOLearner:
-    """Actor, critic and their optimizers, prepared by a strategy. Algorithms without a critic pass None for it.
+    """Trains the actor and, unless it is None, the critic, with their optimizers, as prepared by a strategy.
 
-    `step` is all or nothing: if either gradient is not finite, neither optimizer moves.
+    `step` is all or nothing: if either gradient is not finite, neither optimizer steps.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PPOLearner:
         if algorithm.normalization == "constant" and max_response_tokens < 1:
             raise ConfigError(
                 "max_response_tokens must be 1 or more with algorithm.normalization = 'constant', which divides by it, "
-                f"got {max_response_tokens}. Use the longest response that is generated."
+                f"got {max_response_tokens}. Use the maximum length of a response."
             )
         if train.compile:
             check_compiler(strategy.device)
@@ -83,7 +83,7 @@ class PPOLearner:
         prepared = strategy.prepare(*pairs.values())
         parts = dict(zip(pairs, [prepared] if len(pairs) == 1 else prepared, strict=True))
         self.models: dict[str, nn.Module] = {label: model for label, (model, _) in parts.items()}
-        """What is trained, and published: "actor" and, if there is one, "critic"."""
+        """The trained and published models: "actor" and, if there is one, "critic"."""
         self.optimizers: dict[str, Optimizer] = {label: optimizer for label, (_, optimizer) in parts.items()}
         for model in self.models.values():
             if train.compile:
@@ -105,23 +105,23 @@ class PPOLearner:
 
     @property
     def actor(self) -> nn.Module:
-        """The policy, as the strategy wrapped it."""
+        """The policy, as wrapped by the strategy."""
         return self.models["actor"]
 
     @property
     def critic(self) -> nn.Module | None:
-        """The critic, as the strategy wrapped it, if there is one."""
+        """The critic, as wrapped by the strategy; None if there is none."""
         return self.models.get("critic")
 
     @property
     def device(self) -> torch.device:
-        """Where the experience has to be."""
+        """The device that the models and the experience are on."""
         return self.strategy.device
 
     def step(self, experience: Experience) -> dict[str, float]:
-        """Learn from one batch; returns metrics, `actor_loss` and, with a critic, `critic_loss` among them.
+        """Train on one batch and return metrics, including `actor_loss` and, with a critic, `critic_loss`.
 
-        Each rank passes its own batch, of any size or empty; step and metrics are those of all of them joined.
+        Each rank passes its own batch, of any size or empty; the step and its metrics are those of the joined batch.
         """
         experience.validate()
         experience.to_device(self.device)
@@ -130,7 +130,7 @@ class PPOLearner:
         while True:
             with contextlib.suppress(PassTooLarge):
                 return self._try_step(experience)
-            # What the pass has left behind; others on the card may want it too.
+            # Free the failed pass's memory, also for other processes on the GPU.
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -140,7 +140,10 @@ class PPOLearner:
             set_learning_mode(model)
 
     def _try_step(self, experience: Experience) -> dict[str, float]:
-        """Make the passes of a step and the step; raises `PassTooLarge`, with all as it was, if it must start over."""
+        """Run the passes of a step and step the optimizers.
+
+        Raises `PassTooLarge`, with models and optimizers unchanged, if the step must start over with smaller passes.
+        """
         numbers = StepNumbers()
         rates = {
             f"optim/{label}_lr": float(optimizer.param_groups[0]["lr"]) for label, optimizer in self.optimizers.items()
@@ -149,13 +152,13 @@ class PPOLearner:
             counts, advantages = self._counts_and_advantages(experience)
             logprobs = self._passes(experience, advantages, counts, numbers)
             if self.algorithm.correction == "decoupled" and experience.proximal_log_probs is None:
-                # The log-probs of a step's own pass are those of the weights that it starts from.
+                # This step's forward passes used the weights that it started from.
                 experience.proximal_log_probs = logprobs.masked_fill(~experience.full_action_mask(), 0.0)
             faults.reach("trainer.after_backward")
             norms = self._apply_gradients(experience, int(counts.tokens))
             faults.reach("trainer.after_step")
         finally:
-            # Also when a pass raises: the next batch must not inherit half of this one's gradient.
+            # If a pass raises, the next batch must not inherit part of this one's gradient.
             for model in self.models.values():
                 model.zero_grad(set_to_none=True)
         return {**self._metrics(experience, counts, numbers, norms), **rates}
@@ -165,7 +168,7 @@ class PPOLearner:
         self._health.check_progress()
 
     def load_optimizers(self, path: Path) -> None:
-        """Load the optimizers' state from `path/actor` and `path/critic`; rates stay those of the schedules."""
+        """Load the optimizers' state from `path/actor` and `path/critic`, but keep the schedules' learning rates."""
         for label, optimizer in self.optimizers.items():
             rates = [group["lr"] for group in optimizer.param_groups]
             self.strategy.load_optimizer(optimizer, path / label)
@@ -173,11 +176,11 @@ class PPOLearner:
                 group["lr"] = rate
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides weights and optimizers; schedules are where the steps are."""
+        """Return the checkpoint state other than weights and optimizers; step counts determine the schedules."""
         return {"counts": self._health.counts, "kl_coef": self._kl_coef}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state`, after weights and optimizers were loaded."""
+        """Restore the result of `state()`, after weights and optimizers have been loaded."""
         self._health.counts = state["counts"]
         self._kl_coef = state.get("kl_coef", self._kl_coef)
         if steps := self._health.num_steps:
@@ -192,14 +195,14 @@ class PPOLearner:
         advantages: Tensor,  # [B, A]
         counts: StepCounts,
     ) -> PolicyLossOutput:
-        """Return the loss of the policy on one micro-batch. Override it to train with another loss.
+        """Return the policy's loss on one micro-batch. Override this to train with another loss.
 
-        Divide by the numbers of `counts`, which are those of the whole step, so that micro-batches add up.
+        Divide by the numbers in `counts`, which cover the whole step, so that micro-batches add up.
         """
         return policy_objective(logprobs, part, advantages, counts, self.algorithm)
 
     def _counts_and_advantages(self, experience: Experience) -> tuple[StepCounts, Tensor]:
-        """The step's denominators, and the advantages of this rank, whitened over all ranks if they are to be."""
+        """Return the step's denominators, and this rank's advantages, whitened over all ranks if configured."""
         mask = experience.full_action_mask()
         numbers = StepNumbers()
         numbers.add("tokens", mask.sum())
@@ -215,7 +218,7 @@ class PPOLearner:
         return StepCounts(**numbers.shares, max_response_tokens=self._max_response_tokens), advantages
 
     def _passes(self, experience: Experience, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> Tensor:
-        """Add up the gradients of all passes; returns the log-probs of the batch, [B, A]."""
+        """Accumulate the gradients of all passes; return the log-probs of the batch, [B, A]."""
         passes = micro_batches(
             experience,
             advantages,
@@ -231,7 +234,7 @@ class PPOLearner:
         return torch.cat(logprobs) if logprobs else torch.zeros_like(experience.action_log_probs)
 
     def _pass(self, one: MicroBatch, counts: StepCounts, numbers: StepNumbers) -> list[Tensor]:
-        """Add the gradients of a pass; returns its log-probs, [B, A], if it is a real one."""
+        """Accumulate the gradients of one pass; return its log-probs, [B, A], as a list, empty if it is not real."""
         with contextlib.ExitStack() as stack:
             for model in () if one.is_last else self.models.values():  # ranks exchange gradients in the last pass
                 stack.enter_context(self.strategy.no_sync(model))
@@ -243,7 +246,7 @@ class PPOLearner:
         return [logprobs] if one.is_real else []
 
     def _actor_pass(self, part: Experience, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> Tensor:
-        """Add a part's gradient; its log-probs, [B, A]."""
+        """Accumulate the actor's gradient on a part of the batch; return its log-probs, [B, A]."""
         algorithm = self.algorithm
         mask = part.full_action_mask()
         needs_entropy_gradient = algorithm.entropy_coef != 0.0
@@ -271,7 +274,7 @@ class PPOLearner:
         numbers.add("policy/clip_fraction", policy.clip_fraction)
         numbers.add("policy/approx_kl", policy.approx_kl)
         numbers.add("policy/entropy", bonus)
-        numbers.largest("policy/ratio_max", policy.ratio_max)
+        numbers.add_maximum("policy/ratio_max", policy.ratio_max)
         return logprobs.detach()
 
     def _critic_pass(self, critic: nn.Module, part: Experience, counts: StepCounts, numbers: StepNumbers) -> None:
@@ -289,7 +292,7 @@ class PPOLearner:
         numbers.add("value/clip_fraction", value.clip_fraction)
 
     def _apply_gradients(self, experience: Experience, num_tokens: int) -> dict[str, float]:
-        """Clip and step all optimizers, or none. The norms are global, so all ranks decide alike."""
+        """Clip gradients and step all optimizers, or none. Gradient norms are global, so all ranks decide alike."""
         max_norm = self.train_settings.max_grad_norm
         norms = {label: float(self.strategy.clip_grad_norm(model, max_norm)) for label, model in self.models.items()}
         if num_tokens == 0 or not all(map(math.isfinite, norms.values())):
@@ -297,7 +300,7 @@ class PPOLearner:
             return norms
         for label, optimizer in self.optimizers.items():
             if label == "actor" and self._health.num_steps < self.algorithm.critic_warmup_steps:
-                self.actor.zero_grad(set_to_none=True)  # the step then changes nothing
+                self.actor.zero_grad(set_to_none=True)  # makes the step a no-op
             with device_errors_explained(
                 f"the optimizer step of the {label}",
                 'Set train.strategy to "zero2" or "gemini", or keep optimizer state in host memory '
@@ -316,7 +319,7 @@ class PPOLearner:
         numbers: StepNumbers,
         norms: dict[str, float],
     ) -> dict[str, float]:
-        """What the step did to the joined batch, the same on every rank."""
+        """Compute the step's metrics over the batches of all ranks, the same on every rank."""
         mask = experience.full_action_mask()
         measure_off_policy(numbers, experience, self.algorithm, num_tokens=counts.tokens)
         if self.critic is not None:
@@ -336,7 +339,7 @@ class PPOLearner:
         }
         if self.algorithm.kl_target:
             metrics["policy/kl_coef"] = self._kl_coef
-            if self._health.num_steps > self.algorithm.critic_warmup_steps:  # else the actor stood still
+            if self._health.num_steps > self.algorithm.critic_warmup_steps:  # not while the actor was frozen
                 self._kl_coef = adapted_coefficient(self._kl_coef, values["policy/kl_loss"], self.algorithm.kl_target)
         if self.critic is not None:
             metrics |= {
@@ -350,23 +353,23 @@ class PPOLearner:
 
 
 def set_learning_mode(model: nn.Module) -> None:
-    """Turn dropout off; layers that compute their activations twice do so only in training mode, and stay in it."""
+    """Turn dropout off. Layers with activation checkpointing stay in training mode, which checkpointing requires."""
     model.eval()
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
             module.training = True
             rates = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
-            vars(module).update(dict.fromkeys(rates, 0.0))  # what a layer such as OPT's applies by itself
+            vars(module).update(dict.fromkeys(rates, 0.0))  # dropout that a layer, such as OPT's, applies itself
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Keep only the inputs of each transformer block; the backward pass computes the rest again."""
+    """Enable activation checkpointing: keep only the inputs of each transformer block, and recompute the rest."""
     inner = unwrap(model)
     base: Any = base_of(inner.body if isinstance(inner, ValueHeadModel) else inner)
     if not getattr(base, "supports_gradient_checkpointing", False):
         raise ConfigError(
-            f"activation_checkpointing needs transformers models that support it, got {type(base).__name__}. Leave it "
-            "out, or lower micro_batch_tokens to save memory."
+            f"activation_checkpointing needs transformers models that support it, got {type(base).__name__}. Turn it "
+            "off, or lower micro_batch_tokens to save memory."
         )
     base.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": checkpoint_contexts}
@@ -374,20 +377,20 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile each transformer block when it is first called, for any number of tokens; hooks around it stay."""
+    """Compile each transformer block on its first call, for any number of tokens; hooks on the block still run."""
     blocks = list(transformer_blocks(model))
     if not blocks:
-        raise ConfigError(f"compile needs a model with two or more blocks, got {type(model).__name__}. Leave it out.")
+        raise ConfigError(f"compile needs a model with two or more blocks, got {type(model).__name__}. Turn it off.")
     for block in blocks:
         block.compile(dynamic=True)
 
 
 def check_compiler(device: torch.device) -> None:
-    """Refuse to compile without a compiler for what torch.compile writes: C++ for a CPU, for a GPU C around kernels."""
+    """Raise ConfigError if the compiler that torch.compile needs is missing: C++ for a CPU, C for a GPU."""
     variable, usual = ("CC", ("gcc", "clang")) if device.type == "cuda" else ("CXX", ("g++", "clang++"))
     named = shlex.split(os.environ.get(variable, ""))[:1]
     if not any(map(shutil.which, named or usual)):
-        found = f"{variable} = {named[0]!r}, which is no program" if named else "none"
+        found = f"{variable} = {named[0]!r}, which is not a program" if named else "none"
         raise ConfigError(
             f"train.compile needs {' or '.join(usual)}, or the compiler that {variable} names, on every machine of a "
             f"trainer or maker, got {found}. Install one, or set train.compile to false."

@@ -1,7 +1,7 @@
-"""What a training step is made of: passes that fit into memory, numbers summed over all ranks, checks that end a run.
+"""The parts of a training step: passes that fit into memory, metrics reduced over all ranks, and health checks.
 
-Each rank sees its part of a batch, and all of them report what one rank with all of it would. What they have to tell
-each other is a handful of scalars, which travel as one vector in one exchange.
+Each rank processes its part of a batch, and all ranks report the metrics of the joined batch. For that they gather one
+vector of scalars, in one collective operation.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 LARGEST_PASS = 32768
 FIXED_PASS = 16384
 MAX_SKIPPED_IN_A_ROW = 10
-"""Batches that may be skipped one after the other before training ends."""
+"""Number of consecutive skipped batches that ends training."""
 
 
 class PassTooLarge(Exception):
-    """A pass ran out of memory; passes need less now, and the step has to start over."""
+    """A pass ran out of memory; the memory per pass has been reduced, and the step must start over."""
 
 
 class MicroBatch(NamedTuple):
@@ -45,19 +45,20 @@ class MicroBatch(NamedTuple):
     advantages: Tensor
     """[B, A] of these rows, as the policy loss takes them."""
     tokens: int
-    """What it costs; see `row_tokens`."""
+    """Its cost in tokens; see `row_tokens`."""
     is_real: bool
-    """False for a pass that only keeps this rank in step with the others."""
+    """False for a dummy pass that keeps this rank in step with the others."""
     is_last: bool
 
 
 class PassSize:
-    """Most tokens of a pass: `train.micro_batch_tokens` or, with "auto", what has fitted into memory so far.
+    """Maximum tokens per pass: `train.micro_batch_tokens` or, with "auto", the size that has fit into memory so far.
 
-    "auto" starts with `LARGEST_PASS` on a GPU (more would not be faster) and halves it when a pass runs out of memory.
-    When a single sample does, it calls `checkpoint`, which has models checkpoint their activations, and starts again.
-    It is `FIXED_PASS` where a step cannot start over: with several ranks, which wait for each other in a pass, and with
-    sharded parameters, because FSDP2 cannot leave one halfway. On a CPU it starts with that.
+    "auto" starts with `LARGEST_PASS` on a GPU (larger passes are not faster) and halves it when a pass runs out of
+    memory. If a single sample does, it calls `checkpoint` to turn on activation checkpointing, and starts again at the
+    first size. Where a step cannot start over, "auto" is always `FIXED_PASS`: with several ranks, which wait for each
+    other in a pass, and with sharded parameters, because FSDP2 cannot abort a pass. On a CPU it starts with
+    `FIXED_PASS`.
     """
 
     def __init__(self, train: TrainSettings, strategy: Strategy, checkpoint: Callable[[], None]) -> None:
@@ -71,7 +72,7 @@ class PassSize:
 
     @contextlib.contextmanager
     def guard(self, label: str, one: MicroBatch) -> Iterator[None]:
-        """Turn errors of the device in a pass into ours; `PassTooLarge` if smaller passes may do."""
+        """Convert device errors in a pass to coati's; raise `PassTooLarge` if less memory per pass may suffice."""
         is_single = one.part.num_samples < 2
         if is_single:
             remedy = "A pass has at least one sample: lower rollout.max_new_tokens or prompts.max_tokens"
@@ -90,9 +91,9 @@ class PassSize:
                 self._turn_on_checkpointing(error)
             while not is_single and self.tokens >= one.tokens:
                 self.tokens //= 2
-            how = "activations are computed again in the backward pass (train.activation_checkpointing), and "
+            how = "activation checkpointing is now on (train.activation_checkpointing), "
             logger.warning(
-                "%s; %spasses have at most %d tokens from now on, and the step starts over",
+                "%s; %spasses now have at most %d tokens, and the step starts over",
                 str(error).partition(". ")[0],
                 how * is_single,
                 self.tokens,
@@ -104,7 +105,7 @@ class PassSize:
         checkpoint, self._checkpoint = self._checkpoint, None
         try:
             checkpoint()
-        except ConfigError:  # a model that cannot
+        except ConfigError:  # the model does not support it
             raise error from None
         self.tokens = self._first_tokens
 
@@ -119,7 +120,7 @@ def micro_batches(
     max_rows: int,
     max_tokens: int,
 ) -> Iterator[MicroBatch]:
-    """Cut a batch into passes; all ranks make as many, at least one, because they gather parameters together."""
+    """Split a batch into passes; all ranks run the same number, at least one, because each pass is collective."""
     parts: list[slice] = []
     costs: list[int] = []
     if experience.num_samples > 0 and experience.num_actions > 0:
@@ -134,12 +135,12 @@ def micro_batches(
             part, tokens = experience.select(rows), sum(costs[rows])
             yield MicroBatch(part, advantages[rows], tokens, is_real=True, is_last=is_last)
         else:
-            part = _weightless_row(experience)
+            part = _dummy_row(experience)
             yield MicroBatch(part, part.advantages, part.sequences.numel(), is_real=False, is_last=is_last)
 
 
-def _weightless_row(like: Experience) -> Experience:
-    """One row of two tokens, of which none counts."""
+def _dummy_row(like: Experience) -> Experience:
+    """Return a batch of one row of two tokens, all masked, with the dtypes and device of `like`."""
     tokens = torch.zeros(1, 2, dtype=torch.long, device=like.sequences.device)
     floats = like.action_log_probs.new_zeros(1, 1)
     return Experience(
@@ -158,28 +159,28 @@ def _weightless_row(like: Experience) -> Experience:
 
 @dataclasses.dataclass
 class StepNumbers:
-    """This rank's part of the numbers of a step; `over_all_ranks` gives those of all. All scalars.
+    """This rank's scalars of a step; `over_all_ranks` reduces them over all ranks.
 
-    Ranks must fill in the same names in the same order.
+    All ranks must add the same names in the same order.
     """
 
     shares: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """Add up over micro-batches and ranks."""
+    """Summed over micro-batches and ranks."""
     maxima: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     moments: dict[str, MaskedMoments] = dataclasses.field(default_factory=dict)
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add a micro-batch's share."""
+        """Add a micro-batch's share to the sum."""
         value = value.detach().double()
         self.shares[name] = self.shares[name] + value if name in self.shares else value
 
-    def largest(self, name: str, value: Tensor) -> None:
-        """Keep the larger of what was there and a micro-batch's value."""
+    def add_maximum(self, name: str, value: Tensor) -> None:
+        """Update a maximum with a micro-batch's value."""
         value = value.detach().double()
         self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 
     def over_all_ranks(self, all_gather: Callable[[Tensor], Tensor]) -> "StepNumbers":
-        """Combine the numbers of all ranks' batches, by one exchange: `all_gather` makes [W, n] of [n]."""
+        """Reduce the numbers over all ranks, in one collective; `all_gather` turns [n] into [W, n]."""
         rows = all_gather(self.as_vector())
         if len(rows) == 1:
             return self
@@ -191,7 +192,7 @@ class StepNumbers:
         )
 
     def as_vector(self) -> Tensor:
-        """All numbers in float64, which holds every count and float exactly, in the order of their names' arrival."""
+        """Return all numbers in one float64 vector, which holds every count and float32 exactly, in insertion order."""
         scalars = [
             *self.shares.values(),
             *self.maxima.values(),
@@ -200,44 +201,44 @@ class StepNumbers:
         return torch.stack([scalar.detach().double() for scalar in scalars])
 
     def values(self) -> dict[str, float]:
-        """Shares and maxima as plain numbers."""
+        """Return shares and maxima as plain floats."""
         scalars = {**self.shares, **self.maxima}
-        return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True))  # one wait for the device
+        return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True))  # one synchronization
 
 
 def joined_moments(means: Tensor, variances: Tensor, counts: Tensor) -> MaskedMoments:
-    """Mean and variance of the entries of all parts, [W] each; of none, zeros."""
+    """Return the moments of the union of W parts from theirs, [W] each; zeros if there are no entries."""
     count = counts.sum()
     shares = counts / count.clamp(min=1)
-    # Relative to one of the parts: the mean of equal means is then exact.
+    # Relative to one part's mean, so that the mean of equal means is exact.
     pivot = means[counts.argmax()]
     mean = pivot + (shares * (means - pivot)).sum()
-    # From differences of means, not of sums of squares: those of advantages far from 0 would cancel to noise.
+    # From differences of means, because sums of squares would cancel to noise for advantages far from 0.
     variance = (shares * (variances + (means - mean).square())).sum()
     return MaskedMoments(mean=torch.where(count > 0, mean, 0.0), variance=variance, num_entries=count)
 
 
 def explained_variance(target: MaskedMoments, residual: MaskedMoments) -> float:
-    """1 - Var(target - value) / Var(target): 1 is a perfect critic, 0 one that knows only the mean."""
+    """Return 1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for one that predicts only the mean."""
     return float(1.0 - residual.variance / target.variance) if float(target.variance) > 0.0 else 0.0
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Turn a learner's metrics into floats, which logs and checkpoints hold."""
+    """Convert a learner's metrics to floats, for logs and checkpoints."""
     plain = {}
     for name, value in metrics.items():
         try:
             plain[name] = float(value)
         except (TypeError, ValueError, RuntimeError):
             raise DataError(
-                f"metrics of a learner must be single numbers, got {name!r}: a {type(value).__name__}. Return its mean "
-                "or sum from `step`, or leave it out."
+                f"a learner's metrics must be single numbers, got {name!r}, a {type(value).__name__}. Return its "
+                "mean or sum from `step`, or leave it out."
             ) from None
     return plain
 
 
 class TrainingHealth:
-    """Counts steps and skipped batches, and ends training that cannot succeed. All ranks must call together."""
+    """Counts steps and skipped batches, and raises if training cannot succeed. All ranks must call it together."""
 
     def __init__(
         self, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], strategy: Strategy
@@ -257,7 +258,7 @@ class TrainingHealth:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Steps, skipped batches, and those skipped in a row: what a checkpoint holds."""
+        """Numbers of steps, skipped batches, and batches skipped in a row, for the checkpoint."""
         return self.num_steps, self.num_skipped, self._num_skipped_in_a_row
 
     @counts.setter
@@ -265,7 +266,7 @@ class TrainingHealth:
         self.num_steps, self.num_skipped, self._num_skipped_in_a_row = counts
 
     def count_step(self) -> None:
-        """Count an optimizer step, and end training if it has made a weight NaN or infinite."""
+        """Count an optimizer step; raise `TrainingDiverged` if it has made a weight NaN or infinite."""
         self.num_steps += 1
         self._num_skipped_in_a_row = 0
         broken = [label for label, model in self._models.items() if not _are_finite(_trained(model))]
@@ -276,7 +277,7 @@ class TrainingHealth:
             )
 
     def count_skipped(self, experience: Experience, num_tokens: int, norms: Mapping[str, float]) -> None:
-        """Count a batch that could not be trained on, and end training if too many come in a row."""
+        """Count and log a skipped batch; raise `TrainingDiverged` after `MAX_SKIPPED_IN_A_ROW` in a row."""
         self.num_skipped += 1
         self._num_skipped_in_a_row += 1
         found = ", ".join(f"{label} {norm}" for label, norm in norms.items())
@@ -305,8 +306,8 @@ class TrainingHealth:
             f"train.{label}_lr is {optimizer.param_groups[0]['lr']:g}" for label, optimizer in self._optimizers.items()
         )
         return (
-            f"The learning rate may be too high ({rates}): lower it, or check the model's weights, and rewards and "
-            "advantages of the samples."
+            f"The learning rate may be too high ({rates}): lower it, or check the model's weights, and the samples' "
+            "rewards and advantages."
         )
 
 
@@ -315,6 +316,6 @@ def _trained(model: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def _are_finite(weights: Iterable[nn.Parameter]) -> bool:
-    """Whether no weight, of those or the part of those that this rank holds, is NaN or infinite."""
+    """Whether all weights are finite; of sharded ones, this rank's part."""
     held = [local_part(weight.detach()) for weight in weights]
     return math.isfinite(nn.utils.get_total_norm([part for part in held if part.numel() > 0], math.inf))

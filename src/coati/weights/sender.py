@@ -1,10 +1,10 @@
 """Sends versions of a learner's weights to makers, in chunks of bounded size.
 
-begin_update ─ read weights ─ chunks ─► makers: stage ─┐      the learner trains on as soon as all weights are read
+begin_update ─ read weights ─ chunks ─► makers: stage ─┐      training continues as soon as all weights are read
                worker thread: manifest, answers ◄──────┘ verify, commit
 
-`WeightSender` reads and sends. `Recipients` knows of each maker whether the next update has to bring it all weights
-(`_Maker.behind`), and whether the sender may go on without its answer (`_Maker.late`, `_Maker.is_abandoned`).
+`WeightSender` reads and sends the weights. `Recipients` tracks for each maker whether its next update must hold all
+weights (`_Maker.behind`), and whether to continue without its answer (`_Maker.late`, `_Maker.is_abandoned`).
 `UpdateCalls` are the calls of one update.
 """
 
@@ -43,22 +43,22 @@ Digests = dict[str, dict[str, str]]
 
 logger = logging.getLogger(__name__)
 
-# Chunks by value that may be on their way at once; with 64 MiB chunks a quarter of a GiB of the object store.
+# Maximum number of chunks in flight to each maker; four chunks of 64 MiB take 256 MiB of the object store.
 MAX_CHUNKS_IN_FLIGHT = 4
 _GRACE_SECONDS = 5.0
 _SLICE_SECONDS = 0.5
 _UPDATE = "update_experience_maker"
-_NO_ROOM = (
-    "Makers on the same card copy the weights from a second copy: give the trainer more of the GPU "
-    "(topology.gpus_per_trainer), or the makers another card. Elsewhere a lower topology.chunk_mib needs less."
+_MEMORY_REMEDY = (
+    "Makers on the same GPU read from a second copy of the weights: give the trainer more of the GPU "
+    "(topology.gpus_per_trainer), or move the makers to another GPU. Otherwise lower topology.chunk_mib."
 )
 
 
 class WeightSender:
-    """Sends versions of a learner's weights; never more than one update is under way.
+    """Sends versions of a learner's weights, with at most one update in flight.
 
-    `begin_update` and `publish` return when the weights are read. What goes wrong later, `end_update` raises after the
-    one, and `check` or the next `publish` after the other.
+    `begin_update` and `publish` return once the weights have been read. Later errors are raised by `end_update` for an
+    update from `begin_update`, and by `check` or the next `publish` for one from `publish`.
     """
 
     def __init__(
@@ -74,10 +74,11 @@ class WeightSender:
         incarnation: int = 0,
         on_read: Callable[[int, Digests, Sequence[str]], None] | None = None,
     ) -> None:
-        """`models` are sent under their labels; `source` is a name that no other sender has.
+        """`models` are sent under their labels; `source` must be unique among senders.
 
-        `shared` is memory that makers may be able to open; if not all can, weights travel by value. `on_read` is called
-        before makers can commit an update, with its version, digests of trained weights, and makers if not for all.
+        `shared` is GPU memory for makers to read from; if any maker cannot, weights are sent by value. `on_read` is
+        called before makers can commit an update, with its version, the digests of the trained weights, and the names
+        of the makers (empty for all).
         """
         self.recipients = recipients
         self._models = models
@@ -88,45 +89,45 @@ class WeightSender:
         self._shared = shared
         self._incarnation = incarnation
         self._on_read = on_read
-        self.memory: CardMemory | None = None  # what updates are lent in; None: they travel by value
-        self._must_probe = True  # the makers have not been asked yet
+        self.memory: CardMemory | None = None  # GPU memory that makers read updates from; None: sent by value
+        self._must_probe = True  # whether to ask the makers if they can open the shared memory
         self._worker = BackgroundThread(name="weights")  # waits for answers
-        self._under_way: Future[None] | None = None
-        self._published: Future[None] | None = None  # the last one from `publish` that `check` has not raised
+        self._in_flight: Future[None] | None = None
+        self._published: Future[None] | None = None  # the last update from `publish` that `check` has not seen end
 
     def publish(self, version: int, **options: Any) -> None:
-        """Begin an update after the one before it has ended, and raise what `check` raises of that one."""
+        """Wait for the previous update, raise its error if it failed, and begin a new one."""
         with self._timeline.span("wait_delivery"):
             self.settle()
         self.check()
         self._published = self.begin_update(version, **options)
 
     def end_update(self, update: "Future[None]") -> None:
-        """Wait until the makers have verified an update; raise what is wrong with it."""
-        self._ended(update).result()
+        """Wait until the makers have verified an update; raise its error if it failed."""
+        self._wait_for_end(update).result()
 
     def send(self, version: int, **options: Any) -> None:
-        """Send the weights as a version and wait until the makers have verified it."""
+        """Send the weights as a version, and wait until the makers have verified it."""
         self.end_update(self.begin_update(version, **options))
 
     def settle(self) -> None:
-        """Wait until no update is under way. What went wrong is left for `check`."""
-        if self._under_way is not None:
-            self._ended(self._under_way)
+        """Wait until no update is in flight. Does not raise the update's error; see `check` and `end_update`."""
+        if self._in_flight is not None:
+            self._wait_for_end(self._in_flight)
 
     def check(self) -> None:
-        """Raise what went wrong with an update that was published and has ended, once. Waits for nothing."""
+        """Raise, once, the error of a published update that has ended. Does not wait."""
         if self._published is not None and self._published.done():
             ended, self._published = self._published, None
             ended.result()
 
     def change_makers(self, names: Sequence[str]) -> None:
-        """Update other makers from the next update on."""
+        """Replace the list of makers, from the next update on; waits for the one in flight."""
         self.settle()
         self.recipients.change(names)
-        self._must_probe = True  # one that could not share memory may have left
+        self._must_probe = True  # a maker that could not share memory may have left
 
-    @device_errors_explained("reading the weights to send", _NO_ROOM)
+    @device_errors_explained("reading the weights to send", _MEMORY_REMEDY)
     def begin_update(
         self,
         version: int,
@@ -136,15 +137,16 @@ class WeightSender:
         on_arrival: Callable[[float, int], None] = lambda _seconds, _num_bytes: None,
         shard_size: float | None = None,
     ) -> "Future[None]":
-        """Read all weights and send their chunks as a version; the rest happens in the worker thread.
+        """Read all weights and send their chunks as a version; the worker thread sends the manifest and waits.
 
-        `fully_update` sends all weights even if makers usually get adapters only, `only_behind` only to makers that
-        need all. `on_arrival` gets the seconds until the makers had the version, and its bytes.
+        First waits for the update in flight. `fully_update` sends all weights even if makers usually get only adapters;
+        `only_behind` sends only to makers that need all weights. `on_arrival` receives the seconds until all makers had
+        verified the version, and its size in bytes.
         """
         with self._timeline.span("wait_delivery"):
             self.settle()
         started = time.perf_counter()
-        # Ranks gather weights together, so they must agree on which.
+        # Gathering is collective, so all ranks must agree on which weights to gather.
         is_full = not self._settings.update_lora_weights or fully_update
         is_full = is_full or self._strategy.any_rank(self.recipients.need_all)
         memory = self._choose_memory()
@@ -164,15 +166,18 @@ class WeightSender:
         def deliver() -> None:
             calls.send(_UPDATE, message=WeightMessage(header=header, manifest=manifest))
             calls.wait()
-            self.recipients.note(calls, version, is_full=is_full)
+            self.recipients.record_outcome(calls, version, is_full=is_full)
             faults.reach("trainer.after_ack")
             on_arrival(time.perf_counter() - started, sum(info.nbytes for info in infos))
 
-        self._under_way = self._worker.run(deliver)
-        return self._under_way
+        self._in_flight = self._worker.run(deliver)
+        return self._in_flight
 
     def _send_chunks(self, calls: "UpdateCalls", header: UpdateHeader, chunks: Iterator[Chunk]) -> list[ChunkInfo]:
-        """Send all chunks; returns what the manifest lists. Ranks gather weights together, so all are read anyway."""
+        """Send all chunks; return their manifest entries.
+
+        Reads all weights even if no maker is left to send to, because gathering them is collective.
+        """
         infos: list[ChunkInfo] = []
         for chunk in chunks:
             faults.reach("weights.before_chunk", chunk.index)
@@ -186,7 +191,7 @@ class WeightSender:
     def _chunks(
         self, memory: CardMemory | None, is_full: bool, max_mib: float | None, digests: Digests
     ) -> Iterator[Chunk]:
-        """The weights of all models, in chunks; adds to the models' `digests`, if they are wanted."""
+        """Yield the weights of all models in chunks; with `on_read`, add the models' digests to `digests`."""
         make = value_chunk if memory is None else memory.make_chunk
         max_mib = max_mib or max(self._settings.chunk_mib, 0.0 if memory is None else memory.least_chunk_mib)
         numbers = itertools.count()
@@ -200,8 +205,8 @@ class WeightSender:
                 yield make(next(numbers), label, tensors)
 
     def _choose_memory(self) -> CardMemory | None:
-        """Ask makers whether they can open the shared memory, if there are any that have not been asked."""
-        if self._must_probe or self.recipients.need_all:  # newcomers may sit elsewhere
+        """Return the shared memory if all makers can open it; ask them again only if one may be new."""
+        if self._must_probe or self.recipients.need_all:  # a new maker may run on another GPU
             self._must_probe = False
             try:
                 can_share = self._shared is not None and self.recipients.all_can_open(self._shared.probe())
@@ -211,60 +216,60 @@ class WeightSender:
             self.memory = self._shared if can_share else None
         return self.memory
 
-    def _ended(self, update: "Future[None]") -> "Future[None]":
-        """Wait for an update in the worker thread, which keeps to its deadline itself."""
+    def _wait_for_end(self, update: "Future[None]") -> "Future[None]":
+        """Wait for an update to end, successfully or not; the worker thread enforces its own, shorter deadline."""
         seconds = self.recipients.update_seconds + _GRACE_SECONDS
         try:
             update.exception(seconds)
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"waited {seconds:g} s for the makers to verify the last update of weights."
-            ) from None
+            raise DeadlineExceeded(f"waited {seconds:g} s for the makers to verify the last weight update.") from None
         return update
 
 
 @dataclasses.dataclass(eq=False)
 class _Maker:
-    """What a sender knows of a maker."""
+    """The sender's record of a maker."""
 
     behind: str | None = None
-    """Why it needs all weights; None if it has them."""
+    """Why its next update must hold all weights; None if it is up to date."""
     late: "Future[Any] | None" = None
-    """A call that was waited for in vain. It is not called again before it has answered this one."""
+    """A call that missed its deadline. The maker gets no new calls until it has answered this one."""
     is_abandoned: bool = False
-    """It is not waited for, in the calls that are under way or in the next ones."""
+    """Whether the calls in flight, or else the next ones, do not wait for it."""
 
 
 class Recipients:
-    """Makers by name; one that died, is late or joins misses an update, and gets all weights with the next."""
+    """The makers by name. One that died, is late or has joined misses an update, and gets all weights in the next."""
 
     def __init__(self, peers: Peers, names: Sequence[str], deadlines: Deadlines) -> None:
         self.peers = peers
         self.update_seconds = deadlines.update_seconds
-        self._start_seconds = deadlines.start_seconds  # how long makers may take to appear; 0 when all have
+        self._start_seconds = deadlines.start_seconds  # time for the first makers to appear; 0 once they have
         self._makers = {name: _Maker() for name in names}
 
     @property
     def need_all(self) -> bool:
-        """Whether makers that can be called now need all weights."""
-        makers = list(self._makers.items())  # another thread may change it
+        """Whether any maker that can be called now needs all weights."""
+        makers = list(self._makers.items())  # a copy: another thread may change the dict
         return any(maker.behind is not None and self._find(name, maker) is not None for name, maker in makers)
 
     def change(self, names: Sequence[str]) -> None:
-        """Take another list, from the next update on; must not be called during one."""
+        """Replace the list of makers, from the next update on; must not be called during one."""
         before = self._makers
         for name in before.keys() - set(names):
             self.peers.forget(name)
         self._makers = {name: before.get(name) or _Maker(behind="it joined") for name in names}
 
     def abandon(self, name: str) -> None:
-        """Do not wait for a maker that does not respond, in the update that is under way or in the next."""
+        """Stop waiting for a maker that does not respond, in the update in flight or else in the next one."""
         if (maker := self._makers.get(name)) is not None:
             maker.is_abandoned = True
 
     def calls(self, *, only_behind: bool = False) -> "UpdateCalls":
-        """Calls to all makers that can be called now (those that a run begins with are waited for once), or to those
-        of them that need all weights."""
+        """Create the calls of an update to all makers that can be called now, or only to those that need all weights.
+
+        The first time, wait up to `deadlines.start_seconds` for each initial maker to appear.
+        """
         found: dict[str, Peer] = {}
         for name, maker in self._makers.items():
             if only_behind and maker.behind is None:
@@ -280,7 +285,7 @@ class Recipients:
         return UpdateCalls(found, self._makers, seconds=self.update_seconds)
 
     def all_can_open(self, probe: Chunk) -> bool:
-        """Whether all makers that answer can read the sender's memory; False without any. Logs why one cannot."""
+        """Whether all makers that answer can read the sender's memory; False if none answers. Logs the reasons."""
         calls = self.calls()
         calls.send("sharing_fault", probe)
         calls.wait()
@@ -288,15 +293,18 @@ class Recipients:
         for name, error in calls.failed.items():
             if isinstance(error, RemoteError):
                 faults[name] = str(error)
-            else:  # it will miss the update too
-                logger.warning("maker %s could not be asked whether it can share memory: %s", name, error)
+            else:  # this maker will miss the update too, so it does not matter
+                logger.warning("could not ask maker %s whether it can share GPU memory: %s", name, error)
         for name, fault in faults.items():
             if fault is not None:
-                logger.warning("sending weights by value, because of maker %s: %s", name, fault)
+                logger.warning("sending weights by value, because maker %s cannot share GPU memory: %s", name, fault)
         return bool(faults) and all(fault is None for fault in faults.values())
 
-    def note(self, calls: "UpdateCalls", version: int, *, is_full: bool) -> None:
-        """Note what came of an update; WeightUpdateError (the run ends) if a maker with all weights rejected it."""
+    def record_outcome(self, calls: "UpdateCalls", version: int, *, is_full: bool) -> None:
+        """Record each maker's outcome of an update.
+
+        Raises WeightUpdateError, which ends the run, if a maker that was up to date rejected it.
+        """
         rejected = []
         for name in calls.peers:
             maker, error = self._makers[name], calls.failed.get(name)
@@ -305,7 +313,7 @@ class Recipients:
                 continue
             reason = str(error.cause if isinstance(error, RemoteError) else error).strip()
             if isinstance(error, PeerDied):
-                self.peers.forget(name)  # another may take its name
+                self.peers.forget(name)  # a successor may take its name
             if isinstance(error, RemoteError) and maker.behind is None:
                 rejected.append(f"maker {name}: {reason}")
             else:
@@ -315,18 +323,18 @@ class Recipients:
             raise WeightUpdateError(f"weights of version {version} were rejected. {'; '.join(rejected)}")
 
     def _find(self, name: str, maker: _Maker) -> Peer | None:
-        """A maker that can be called now: it exists, and has answered everything."""
-        is_late = (call := maker.late) is not None and not call.done()  # another thread may set it
+        """Return the maker's peer if it exists and has answered its late call, if any; else None."""
+        is_late = (call := maker.late) is not None and not call.done()  # another thread may set `late`
         return None if is_late else self.peers.find_now(name)
 
 
 class UpdateCalls:
-    """The calls of one update to its makers, and what became of them."""
+    """The calls of one update to its makers, and their outcomes."""
 
     def __init__(self, peers: Mapping[str, Peer], makers: Mapping[str, _Maker], *, seconds: float) -> None:
         self.peers = dict(peers)
         self.answers: dict[str, Any] = {}
-        """The last answers of those that answered."""
+        """The last answer of each maker that answered."""
         self.failed: dict[str, PeerDied | PeerUnavailable | RemoteError | DeadlineExceeded] = {}
         self._makers = makers
         self._abandoned = {name for name in peers if self._is_abandoned(name)}
@@ -344,22 +352,25 @@ class UpdateCalls:
         for name in self.healthy:
             try:
                 self._calls[self.peers[name].call(method, *args, **kwargs)] = name
-            except (AttributeError, TypeError) as error:  # Ray compares the call with the actor's class
+            except (AttributeError, TypeError) as error:  # Ray checks a call against the actor's class
                 self.failed[name] = remote_error(name, error)
 
     def wait(self, *, until_in_flight: int = 0) -> None:
-        """Wait for answers until at most so many calls are open. Makers that are late or abandoned are left out."""
+        """Wait until at most `until_in_flight` calls are open, or the update's deadline has passed.
+
+        Makers that are late or abandoned count as failed, and are not waited for.
+        """
         while len(self._calls) > until_in_flight:
             left = self._end - time.monotonic()
             done = wait(self._calls, max(0.0, min(_SLICE_SECONDS, left)), FIRST_COMPLETED).done
-            for call in [call for call in self._calls if call in done]:  # the first error of a maker counts
+            for call in [call for call in self._calls if call in done]:  # in call order: a maker's first error counts
                 name = self._calls.pop(call)
                 try:
                     self.answers[name] = call.result(0.0)
                 except RemoteError as error:
                     self.failed.setdefault(name, error)
                 except (PeerDied, PeerUnavailable) as error:
-                    self.failed[name] = error  # even if it has rejected the update: it may lack what was lost
+                    self.failed[name] = error  # overrides a rejection, which the lost call may have caused
             self._abandoned |= {name for name in self._calls.values() if self._is_abandoned(name)}
             for call, name in list(self._calls.items()):
                 if left <= 0 or name in self._abandoned:
@@ -369,7 +380,7 @@ class UpdateCalls:
                     del self._calls[call]
 
     def _is_abandoned(self, name: str) -> bool:
-        """Whether a maker was abandoned; it is left out here, and has another chance in the next update."""
+        """Whether a maker was abandoned; resets the flag, so that the next update tries the maker again."""
         if not self._makers[name].is_abandoned:
             return False
         self._makers[name].is_abandoned = False

@@ -1,7 +1,7 @@
-"""The models a maker serves from, and the short critical section in which they change.
+"""The models that a maker serves, and the short critical section in which their weights change.
 
-`use()` brackets work that must see one version of the weights. An update is committed at once, when that work ends,
-or where it calls `commit_point`. Nothing is locked across calls.
+`use()` brackets work that must see a single version of the weights. An update is committed immediately if the models
+are free; otherwise when that work ends or calls `commit_point`. No lock is held while the models work.
 """
 
 import contextlib
@@ -23,48 +23,48 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifiedUpdate:
-    """A whole update, ready to be committed: (module, name) to tensor, under the receiver's own names."""
+    """A complete update, ready to commit: tensors by (module, name), under the receiver's names."""
 
     version: int
     incarnation: int = 0  # of the sender
     tensors: Mapping[tuple[str, str], Tensor]
-    is_full: bool  # every weight of every module of the receiver
+    is_full: bool  # whether it holds every weight of every module of the receiver
 
 
 class ServedModels:
-    """Guards modules that some threads work with and others update.
+    """Guards modules that some threads use while others update them. Thread-safe.
 
-    Versions count up; trainers that were started again may go back, and their `incarnation` counts up.
+    Versions increase; restarted trainers may return to an earlier version, but with a higher `incarnation`.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], *, name: str = "this maker") -> None:
-        """`name` is what errors call the owner of the models."""
+        """`name` is the owner's name in error messages."""
         self.modules = dict(modules)
         self.name = name
         self._changed = threading.Condition()
         self._num_users = 0
-        self._fault: str | None = None  # why the models are torn and must not serve
+        self._fault: str | None = None  # why a commit failed halfway, so that the models must not be used
         self._pending: VerifiedUpdate | None = None
-        self.version = self.incarnation = 0  # of the weights that serve now
-        self.last_commit_seconds = 0.0  # how long the last commit kept the models busy
-        self.is_synced = False  # whether all weights have come from a sender
-        self.timeline = Timeline()  # replaced by the owner's
+        self.version = self.incarnation = 0  # of the current weights
+        self.last_commit_seconds = 0.0  # duration of the last commit, during which the models were blocked
+        self.is_synced = False  # whether a full update has been committed
+        self.timeline = Timeline()  # the owner replaces it with its own
 
     @property
     def newest(self) -> tuple[int, int]:
-        """Incarnation and version of the weights that will serve when the pending update is committed."""
+        """Incarnation and version of the pending update, or of the current weights if none is pending."""
         with self._changed:
             newest = self._pending or self
             return newest.incarnation, newest.version
 
     @property
     def has_pending(self) -> bool:
-        """Whether an update waits until the models are free."""
+        """Whether an update is waiting for the models to be free."""
         return self._pending is not None
 
     @contextlib.contextmanager
     def use(self) -> Iterator[int]:
-        """Work with the models; yields the version that serves, until `commit_point` is called."""
+        """Use the models; yields the version of their weights, which stays the same unless `commit_point` is called."""
         with self._changed:
             self._commit_if_free()
             self._check_fault()
@@ -78,29 +78,32 @@ class ServedModels:
                 try:
                     self._commit_if_free()
                 except WeightUpdateError as error:
-                    # The work that ends here used whole weights and must not be lost. The next `use` raises the fault,
+                    # The work that ends here used intact weights and must not be lost. The next `use` raises the fault,
                     # and so does a wait for this version.
                     logger.error("%s", error)
 
     def newest_weights(self, module: str) -> dict[str, Tensor]:
-        """A module's weights as they are, or as the pending update will make them; not copied."""
+        """Return a module's weights, with those of the pending update in place of the current ones; not copied."""
         with self._changed:
             pending = {} if self._pending is None else self._pending.tensors
             waiting = {name: tensor for (label, name), tensor in pending.items() if label == module}
             return {**self.modules[module].state_dict(), **waiting}
 
     def commit_point(self) -> int:
-        """Commit a pending update between two steps of the caller's work, the only one; returns what serves now."""
+        """Commit a pending update between two steps of the caller's work; return the current version.
+
+        Commits nothing if another thread is using the models too.
+        """
         with self._changed:
             self._commit_if_free(num_own_users=1)
             return self.version
 
     def offer(self, update: VerifiedUpdate) -> bool:
-        """Commit an update now or as soon as the models are free; False: it is older than what serves or waits."""
+        """Commit an update as soon as the models are free; False if it is older than the current or pending one."""
         with self._changed:
             if (update.incarnation, update.version) < self.newest:
                 return False
-            if (old := self._pending) is not None:  # the newer wins weight by weight
+            if (old := self._pending) is not None:  # merge: the newer update wins for each weight
                 tensors = {**old.tensors, **update.tensors}
                 update = dataclasses.replace(update, tensors=tensors, is_full=old.is_full or update.is_full)
             self._pending = update
@@ -108,7 +111,10 @@ class ServedModels:
             return True
 
     def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
-        """Wait until this version or a newer one serves; False after the deadline, an error if a commit has failed."""
+        """Wait until the current version is `at_least` this one; False after the deadline.
+
+        Raises WeightUpdateError if a commit has failed.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self.version >= at_least or self._fault is not None, timeout=deadline_seconds
@@ -118,7 +124,7 @@ class ServedModels:
             return self.version >= at_least
 
     def wait_for_full_update(self, deadline_seconds: float) -> bool:
-        """Wait for the first update of all modules; False after the deadline."""
+        """Wait for the first full update; False after the deadline."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_synced, timeout=deadline_seconds)
 
@@ -127,7 +133,7 @@ class ServedModels:
             raise WeightUpdateError(f"{self._fault}. Send a full update before the models serve again.")
 
     def _commit_if_free(self, *, num_own_users: int = 0) -> None:
-        """Copy the pending update, if there is one, into the models, if nothing else uses them."""
+        """Commit the pending update, if any, unless more than `num_own_users` are using the models. Needs the lock."""
         if self._pending is None or self._num_users > num_own_users:
             return
         update, self._pending = self._pending, None
@@ -136,7 +142,7 @@ class ServedModels:
             with self.timeline.span("commit"):
                 self._commit(update)
         except BaseException as error:
-            # Verified weights do not fail to copy, devices do. Half a model must not serve.
+            # Only a device error can stop a verified copy halfway; a half-updated model must not be used.
             self._fault = f"{self.name} could not commit version {update.version}: {error}"
             raise
         finally:
@@ -150,4 +156,4 @@ class ServedModels:
         if update.is_full:
             self._fault, self.is_synced = None, True
         self.version = self.timeline.version = update.version
-        self.incarnation = update.incarnation  # last: who reads it first never takes an old version for a new one
+        self.incarnation = update.incarnation  # last: a lock-free reader that reads it first gets no older version

@@ -8,12 +8,12 @@ from coati.ray import detached_replay_buffer
 
 @pytest.fixture
 def local_queue(monkeypatch):
-    """Trainers of this process keep their batches in this process too."""
+    """Keep the batches of this process's trainers in this process."""
     monkeypatch.setattr(detached_replay_buffer, "BatchQueue", LocalQueue)
 
 
 @pytest.fixture
 def make_trainer(local_queue, monkeypatch):
-    """A PPO trainer without Ray; `weight_testing.connect` gives it makers."""
+    """Create a PPO trainer without Ray; `weight_testing.connect` connects it to makers."""
     monkeypatch.setattr(trainer, "_SLICE_SECONDS", 0.01)
     return lambda **options: make_ppo_trainer([], **options)

@@ -1,4 +1,4 @@
-"""Connecting to Ray: private folders, logs of failed runs, and errors of addresses and resources."""
+"""Connecting to Ray: private folders, logs of failed runs, and errors about addresses and resources."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def fake_ray(tmp_path, monkeypatch):
-    """A Ray that opens its folder to everybody and writes a log; gives its folders, and the environments it got."""
+    """A fake Ray with a world-writable folder and a log; records its folders and the environments it was given."""
     folders, environments = [], []
 
     def init(*, _temp_dir, **_):
@@ -66,8 +66,8 @@ def test_only_the_user_may_enter_the_folder_of_a_private_ray_and_it_is_gone_afte
     assert not (tmp_path / "out" / "ray-logs").exists()
 
 
-def test_every_private_ray_has_a_token_of_its_own_that_only_the_user_can_read(fake_ray, config, tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # that is for other clusters
+def test_every_private_ray_has_its_own_token_that_only_the_user_can_read(fake_ray, config, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # meant for other clusters
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
     tokens = set()
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_actors_of_a_private_ray_get_the_variables_that_are_allowed(fake_ray, co
 
 
 def test_a_warden_ends_what_a_killed_driver_left_running_and_deletes_the_folder(tmp_path):
-    """Of three processes, one has a file in the folder open, one has the folder in its environment, one neither."""
+    """Of three processes, one has an open file in the folder, one names it in its environment, one does neither."""
     folder = tmp_path / "coati-x"
     folder.mkdir()
     script = """if True:
@@ -119,7 +119,7 @@ def test_a_warden_ends_what_a_killed_driver_left_running_and_deletes_the_folder(
     with subprocess.Popen([sys.executable, "-c", script, folder], stdout=subprocess.PIPE, text=True) as driver:
         *marked, other = map(int, driver.stdout.readline().split())
         driver.kill()
-        driver.stdout.read()  # until the warden, which has it too, has ended
+        driver.stdout.read()  # returns when the warden, which inherited it, has ended
     try:
         assert not any(map(is_running, marked))
         assert is_running(other)
@@ -150,7 +150,7 @@ def test_a_run_that_was_stopped_keeps_no_logs(fake_ray, config, tmp_path):
     assert not (tmp_path / "out" / "ray-logs").exists()
 
 
-def test_a_start_that_is_interrupted_leaves_nothing_whenever_that_is(fake_ray, config, tmp_path, monkeypatch):
+def test_an_interrupted_start_leaves_nothing_behind(fake_ray, config, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
@@ -162,7 +162,7 @@ def test_a_start_that_is_interrupted_leaves_nothing_whenever_that_is(fake_ray, c
         pass
     assert left_behind(tmp_path) == []
     assert not (tmp_path / "out" / "ray-logs").exists()
-    monkeypatch.setattr(cluster.subprocess, "Popen", interrupt)  # before there is a warden
+    monkeypatch.setattr(cluster.subprocess, "Popen", interrupt)  # before the warden runs
     with pytest.raises(KeyboardInterrupt), connect(config):
         pass
     assert left_behind(tmp_path) == []
@@ -181,7 +181,7 @@ def test_a_run_that_does_not_fit_the_cluster_is_refused(fake_ray, config):
         pass
 
 
-def test_an_address_where_nothing_answers_is_reported_at_once(config):
+def test_an_address_where_nothing_listens_is_reported_at_once(config):
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1"), connect(config, "127.0.0.1:1"):
         pass
 
@@ -204,7 +204,7 @@ def test_a_cluster_that_wants_a_token_says_what_to_set(config, monkeypatch, erro
 
 @pytest.fixture
 def health_check(monkeypatch):
-    """A cluster that can be joined, and answers a health check without a token with an exit code and a text."""
+    """A cluster that answers health checks without a token with a given exit code and text."""
     asked = []
     monkeypatch.setattr(cluster.ray, "init", lambda **_: None)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
@@ -253,7 +253,7 @@ def test_a_head_that_is_gone_is_an_error_after_ten_seconds(monkeypatch):
         watch = cluster.HeadWatch()
         for now[0] in range(0, 100, 5):
             watch.check()
-    for now[0] in (100, 104):  # a moment of absence is no end
+    for now[0] in (100, 104):  # a short outage is tolerated
         watch.check()
     now[0] = 106
     with pytest.raises(HeadLost, match=address):

@@ -1,4 +1,4 @@
-"""Every name, argument, order, default and concurrency group of the contract's Ray classes."""
+"""Names, argument order, defaults and concurrency groups of the contract's Ray classes."""
 
 import inspect
 
@@ -95,7 +95,7 @@ def test_positional_arguments_and_defaults_are_the_contracts(owner, method):
     positional = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
     assert list(positional.items()) == list(CONTRACT[owner, method].items())
     further = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-    assert all(p.default is not REQUIRED for p in further), "what is added must be optional"
+    assert all(p.default is not REQUIRED for p in further), "additional arguments must be optional"
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     assert takes_any == ((owner, method) in TAKES_ANY_KEYWORD)
 
@@ -107,7 +107,7 @@ def test_concurrency_groups_are_declared_with_one_thread_each():
 
 
 def test_methods_run_in_the_groups_of_the_contract():
-    # An override without the decorator moves to the default group, where `stop` must never wait.
+    # An override without the decorator would run in the default group and could block `stop` there.
     maker = MAKER.method_meta.concurrency_group_for_methods
     assert maker == {
         "workingloop": "compute",

@@ -1,4 +1,4 @@
-"""What an actor finds where it runs, and why one died."""
+"""The environment of an actor, and the reason of an actor's death."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def test_env_info_touches_five_names_and_refuses_others(monkeypatch):
     now = dict(os.environ)
     with pytest.raises(ConfigError, match=r"env_info may hold local_rank, .* got 'aws_secret'"):
         apply_env_info({"rank": "7", "aws_secret": "hush"})
-    assert dict(os.environ) == now, "nothing is set if anything is refused"
+    assert dict(os.environ) == now, "nothing is set if any name is refused"
     apply_env_info(None)
 
 
@@ -54,7 +54,7 @@ def test_env_info_touches_five_names_and_refuses_others(monkeypatch):
     ],
 )
 def test_an_actor_that_died_has_a_reason(said, reason):
-    # The node's text is what Ray 2.60 said when a raylet was killed.
+    # Ray 2.60 wrote this text about a node when its raylet was killed.
     context = ActorDiedErrorContext(
         class_name="Maker", actor_id=b"1" * 16, pid=10193, name="maker-0", node_ip_address="192.0.2.2"
     )

@@ -1,4 +1,4 @@
-"""The driver's part of a run: starting, polling, stopping, failing and saving. Makers and trainers are on threads."""
+"""The driver of a run: it starts, polls, stops, fails and saves. Makers and trainers are threads."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ from coati.trainer import checkpoints
 
 
 class Stage:
-    """A run that is about to begin; `on_turn(host)` is called at every turn of the driver's loop."""
+    """A run before its start; `on_turn(host)` is called in every turn of the driver's loop."""
 
     def __init__(self, folder, *, makers=1, trainers=1, train=None, topology=None, seconds=PATIENCE):
         self.host, self.folder, self.snapshots, self.should_stop = Host(), folder, [], False
@@ -54,7 +54,7 @@ class Stage:
 
     def _turn(self, snapshot):
         self.snapshots.append(snapshot)
-        is_training = snapshot.message == "" or "at work" in snapshot.message
+        is_training = snapshot.message == "" or snapshot.message.endswith("working")
         if is_training and "trainer-0" in self.host.peers:
             self.on_turn(self.host)
 
@@ -84,7 +84,7 @@ def end_training(host):
     host["trainer-0"].ended.set()
 
 
-def test_a_run_starts_trains_stops_its_makers_saves_and_kills_everybody(stage):
+def test_a_run_starts_trains_stops_its_makers_saves_and_kills_all_actors(stage):
     one = stage(makers=2)
     one.on_turn = end_training
     one.go()
@@ -93,8 +93,7 @@ def test_a_run_starts_trains_stops_its_makers_saves_and_kills_everybody(stage):
     assert sorted(one.host.killed) == ["maker-0", "maker-1", "trainer-0"]
 
 
-def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage, monkeypatch):
-    """Before, they were asked one after the other, with 5 s for each."""
+def test_all_actors_are_polled_at_once_and_a_busy_one_delays_none(stage, monkeypatch):
     one = stage(makers=3)
     holds, one.num_asked = [], []
     waited_for = []
@@ -118,7 +117,7 @@ def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage, monk
 
     def wait_for_the_trainers_row(host):
         one.num_asked.append(sum(call[0] == "report" for call in host.peers["maker-0"].calls))
-        assert waited_for[-1] == {"trainer-0", "maker-0", "maker-1", "maker-2"}, "one wait for all of them"
+        assert waited_for[-1] == {"trainer-0", "maker-0", "maker-1", "maker-2"}, "a single wait for all actors"
         if one.snapshots[-1].step == 1:  # while every maker is busy
             for held in holds:
                 held.release()
@@ -127,7 +126,7 @@ def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage, monk
 
     one.on_turn = begin
     one.go()
-    assert len(set(one.num_asked)) == 1, "a pending question is not repeated"
+    assert len(set(one.num_asked)) == 1, "a pending call is not repeated"
     assert (one.snapshots[-1].buffer_batches, one.snapshots[-1].num_made) == (3, 8)
     assert json.loads((one.folder / "metrics.jsonl").read_text().splitlines()[0])["policy/loss"] == 1
 
@@ -145,7 +144,7 @@ def test_a_warning_of_an_actor_is_shown(stage, caplog):
     assert [one for one in caplog.messages if "engine" in one] == [f"maker-{n}: the reference engine" for n in (0, 1)]
 
 
-def test_what_an_actor_raises_ends_the_run_with_its_name(stage):
+def test_an_exception_in_an_actor_ends_the_run_with_its_name(stage):
     one = stage(makers=2)
 
     def fail(host):
@@ -160,7 +159,7 @@ def test_what_an_actor_raises_ends_the_run_with_its_name(stage):
 
 
 @pytest.mark.parametrize("step", [0, 2], ids=["no checkpoint", "a checkpoint"])
-def test_when_a_trainer_dies_all_are_started_again_and_the_makers_live_on(stage, step, monkeypatch, caplog):
+def test_when_a_trainer_dies_all_trainers_restart_and_makers_survive(stage, step, monkeypatch, caplog):
     one = stage(makers=2, trainers=2)
     checkpoint = one.folder / "checkpoints" / f"version-{step}"
     if step:
@@ -176,7 +175,7 @@ def test_when_a_trainer_dies_all_are_started_again_and_the_makers_live_on(stage,
     def die_when_read(host):
         if one.snapshots[-1].step == 3:
             one.first = [host.peers[f"trainer-{rank}"] for rank in range(2)]
-            host["trainer-0"].error = RuntimeError("connection closed by peer")  # which may be heard of first
+            host["trainer-0"].error = RuntimeError("connection closed by peer")  # the driver may see this first
             host["trainer-0"].ended.set()
             host.peers.kill("trainer-1")
             one.on_turn = train_again
@@ -195,7 +194,7 @@ def test_when_a_trainer_dies_all_are_started_again_and_the_makers_live_on(stage,
     one.on_turn = train
     one.go()
     assert one.host.started == ["trainer-0", "trainer-1", "maker-0", "maker-1", "trainer-0", "trainer-1"]
-    assert not any(peer.is_alive for peer in one.first), "the rank that lived on is ended too"
+    assert not any(peer.is_alive for peer in one.first), "the surviving rank is killed too"
     for rank, makers in enumerate((["maker-0"], ["maker-1"])):
         trainer = one.host[f"trainer-{rank}"]
         options = trainer.arguments["options"]
@@ -208,7 +207,7 @@ def test_when_a_trainer_dies_all_are_started_again_and_the_makers_live_on(stage,
     assert ("from its beginning" in caplog.text) == (step == 0)
 
 
-def test_a_trainer_that_dies_while_it_loads_again_is_started_once_more(stage):
+def test_a_trainer_that_dies_while_reloading_is_restarted_again(stage):
     one = stage()
     left = [2]
 
@@ -254,7 +253,7 @@ def test_new_trainers_hear_of_a_maker_that_does_not_answer(stage, clock):
     assert one.host.started.count("trainer-0") == 2
 
 
-def test_a_rank_that_cannot_start_because_another_died_is_no_fault_of_its_own(stage):
+def test_a_rank_that_cannot_start_because_another_died_does_not_end_the_run(stage):
     one = stage(trainers=2)
 
     def die(host):
@@ -289,14 +288,14 @@ def failed_call(error):
 def test_when_trainers_die_too_often_the_run_ends_and_says_how_to_resume_it(stage):
     one = stage(topology={"max_restarts": 2})
     one.on_turn = lambda host: host.peers.kill("trainer-0")
-    with pytest.raises(PeerDied, match=r"trainer-0 died.*2 times \(topology\.max_restarts\).*coati train --resume"):
+    with pytest.raises(PeerDied, match=r"trainer-0 died.*max_restarts allows 2 restarts.*coati train --resume"):
         one.go()
     assert one.host.started.count("trainer-0") == 3
 
 
 @pytest.mark.parametrize("error", [DataError("no such sample"), ValueError("their own code"), RuntimeError("theirs")])
-def test_what_a_trainer_raises_is_not_repaired_by_a_restart(stage, error, monkeypatch):
-    monkeypatch.setattr(supervisor, "_DEATH_SECONDS", 0.1)  # the other rank lives, and waits for this one
+def test_an_exception_in_a_trainer_causes_no_restart(stage, error, monkeypatch):
+    monkeypatch.setattr(supervisor, "_DEATH_SECONDS", 0.1)  # the other rank is alive and waiting for this one
     one = stage(trainers=2)
 
     def fail(host):
@@ -310,7 +309,7 @@ def test_what_a_trainer_raises_is_not_repaired_by_a_restart(stage, error, monkey
     assert one.host.started.count("trainer-1") == 1
 
 
-def test_a_stop_while_trainers_are_started_again_says_how_to_resume(stage):
+def test_a_stop_while_trainers_restart_says_how_to_resume(stage):
     one = stage()
 
     def die(host):
@@ -327,7 +326,7 @@ def test_a_stop_while_trainers_are_started_again_says_how_to_resume(stage):
     assert "maker-0" in one.host.killed
 
 
-def test_a_maker_that_dies_while_trainers_are_started_again_is_replaced(stage):
+def test_a_maker_that_dies_while_trainers_restart_is_replaced(stage):
     one = stage(makers=2)
 
     def die(host):
@@ -380,7 +379,7 @@ def test_a_maker_that_dies_is_replaced_and_its_successor_is_read_from_the_beginn
     assert trainer.makers == ["maker-0", "maker-1"]
     questions = [args for method, args, _ in one.host.peers["maker-1"].calls if method == "report"]
     assert questions[0] == (0, 0)
-    assert one.host["maker-1"].ended.is_set(), "it is stopped at the end as all others"
+    assert one.host["maker-1"].ended.is_set(), "it is stopped at the end like all others"
 
 
 @pytest.mark.parametrize("lose", ["drop_call", "drop_reply"])
@@ -430,14 +429,14 @@ def test_when_makers_die_too_often_the_run_ends_with_the_name_of_the_last(stage)
             peer.kill()
 
     one.on_turn = kill_each_successor
-    with pytest.raises(PeerDied, match=r"maker-1 died.*2 times \(topology\.max_restarts\)"):
+    with pytest.raises(PeerDied, match=r"maker-1 died.*topology\.max_restarts allows 2 restarts"):
         one.go()
     assert len(killed) == 3
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The driver's clock, which stands still unless a test moves it."""
+    """A clock for the driver that only tests advance."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=lambda seconds: None)
     for module in (launcher, supervisor, run_actor):
         monkeypatch.setattr(module, "time", clock)
@@ -471,7 +470,7 @@ def test_a_maker_that_does_not_answer_has_its_work_given_to_others_once_until_it
             one.on_turn = hold_when_it_answers
 
     def hold_when_it_answers(host):
-        if "maker-1 answers again" in caplog.text:
+        if "maker-1 is answering again" in caplog.text:
             one.held = host.peers.hold("maker-1", "report")
             one.on_turn = stall_again
 
@@ -491,7 +490,7 @@ def test_a_maker_that_does_not_answer_has_its_work_given_to_others_once_until_it
     assert released.count("maker-1") == caplog.text.count("maker-1 has not answered") == 2
 
 
-def test_a_maker_that_stalled_and_died_does_not_answer_again(stage, clock, caplog):
+def test_a_maker_that_stalled_and_died_is_not_reported_as_answering(stage, clock, caplog):
     one = stage(makers=2)
 
     def begin(host):
@@ -517,16 +516,16 @@ def test_a_maker_that_stalled_and_died_does_not_answer_again(stage, clock, caplo
     one.on_turn = begin
     one.go()
     one.held.release()
-    assert "maker-1 answers again" not in caplog.text
+    assert "maker-1 is answering again" not in caplog.text
 
 
-def test_makers_join_and_leave_a_run_when_it_is_asked_to(stage):
+def test_makers_join_and_leave_a_run_on_request(stage):
     one, left, seen = stage(makers=1), [3, 2, 3], []
 
     def ask(host):
         names = [name for name in host.peers["trainer-0"].target.makers or () if host.peers[name].is_alive]
         if one.snapshots[-1].message or (seen and len(names) != seen[-1]):
-            return  # it has not got there
+            return  # not reached yet
         if left:
             seen.append(left.pop(0))
             (one.folder / "control.json").write_text(json.dumps({"makers": seen[-1]}))
@@ -540,8 +539,8 @@ def test_makers_join_and_leave_a_run_when_it_is_asked_to(stage):
     assert trainer.makers == ["maker-0", "maker-1", "maker-2"]
     assert trainer.released == ["maker-2"]
     assert one.host.killed[0] == "maker-2"
-    assert {"1 of 3 makers at work", ""} <= {snapshot.message for snapshot in one.snapshots}
-    assert load_config(one.folder / "config.toml").topology.makers == 3, "when it is resumed"
+    assert {"1 of 3 makers working", ""} <= {snapshot.message for snapshot in one.snapshots}
+    assert load_config(one.folder / "config.toml").topology.makers == 3, "the number applies after a resume"
 
 
 def test_a_constructor_that_fails_ends_the_run_with_its_name(stage):
@@ -558,21 +557,21 @@ def test_an_actor_that_does_not_start_in_time_is_named(stage):
         one.go()
 
 
-def test_a_trainer_that_fails_before_the_others_is_not_waited_out(stage):
+def test_a_failed_trainer_ends_the_run_without_waiting_for_the_others(stage):
     one = stage(trainers=2)
 
     def break_one(name):
         if name == "trainer-1":
             one.host[name].sync_models_to_remote_makers = lambda: 1 / 0
         elif name == "trainer-0":
-            one.host.peers.hold(name, "sync_models_to_remote_makers")  # it waits for the other rank
+            one.host.peers.hold(name, "sync_models_to_remote_makers")  # it is waiting for the other rank
 
     one.host.on_start = break_one
     with pytest.raises(ZeroDivisionError):
         one.go()
 
 
-def test_a_stop_before_training_begins_leaves_nothing(stage):
+def test_a_stop_before_training_saves_nothing(stage):
     one = stage()
     one.should_stop = True
     with pytest.raises(RunStopped, match="nothing to save"):
@@ -588,7 +587,7 @@ def test_a_stop_ends_all_loops_and_saves_the_model(stage):
 
 
 @pytest.mark.parametrize("num_full_disks", [0, 1, 2])
-def test_what_was_learnt_goes_to_another_disk_if_the_runs_own_is_full(stage, num_full_disks, tmp_path):
+def test_the_model_is_saved_elsewhere_if_the_runs_disk_is_full(stage, num_full_disks, tmp_path):
     one = stage()
 
     def learn_and_fail(host):

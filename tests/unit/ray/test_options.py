@@ -1,4 +1,4 @@
-"""The options of the actors, and the contract's arguments beside them."""
+"""The options of the actors together with the contract's arguments."""
 
 import json
 import pydoc
@@ -24,13 +24,13 @@ def trainer(*, algorithm=None, train=None, learner=PPOLearner, **arguments):
     return PPOTrainer([], strategy, actor_and_critic, options=options, **arguments)
 
 
-def test_settings_in_the_options_win_over_defaults_of_arguments():
+def test_options_override_default_arguments():
     made = trainer(algorithm=AlgorithmSettings(eps_clip=0.05), train=TrainSettings(batch_size=2))
-    assert made._learner.algorithm.eps_clip == 0.05  # it was 0.2: the argument's default
+    assert made._learner.algorithm.eps_clip == 0.05  # not 0.2, the argument's default
     assert made.options.train.batch_size == 2
 
 
-def test_arguments_count_where_the_options_say_nothing():
+def test_arguments_apply_where_the_options_have_defaults():
     made = trainer(eps_clip=0.3, value_clip=0.5, train_batch_size=3, train=TrainSettings(actor_lr=1e-3))
     assert (made._learner.algorithm.eps_clip, made._learner.algorithm.value_clip) == (0.3, 0.5)
     assert (made.options.train.batch_size, made.options.train.actor_lr) == (3, 1e-3)
@@ -43,7 +43,7 @@ def test_an_argument_that_contradicts_the_options_is_refused():
         MakerHolder(["t"], strategy, maker_models, options=MakerOptions(rollout=RolloutSettings()), max_new_tokens=3)
 
 
-def test_a_changed_loss_is_one_method():
+def test_changing_the_loss_takes_one_method():
     class Doubled(PPOLearner):
         def policy_objective(self, logprobs, part, advantages, counts):
             objective = super().policy_objective(logprobs, part, advantages, counts)
@@ -55,7 +55,7 @@ def test_a_changed_loss_is_one_method():
 
 
 class Chatty(PPOLearner):
-    """Reports a metric of its own."""
+    """Reports an additional metric."""
 
     def step(self, experience):
         return {**super().step(experience), "mine/reward": experience.reward.mean()}
@@ -66,7 +66,7 @@ class Wordy(PPOLearner):
         return {**super().step(experience), "mine/rewards": experience.reward}
 
 
-def test_metrics_of_a_learner_are_numbers_when_they_reach_logs_and_checkpoints():
+def test_learner_metrics_are_converted_to_floats():
     batch = experience(0, 4)
     assert json.dumps(trainer(learner=Chatty).training_step(batch)["mine/reward"]) == str(batch.reward.mean().item())
     with pytest.raises(DataError, match=r"mine/rewards.*Tensor"):

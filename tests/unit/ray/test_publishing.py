@@ -1,4 +1,4 @@
-"""The trainer learns on while makers verify what it published."""
+"""Training continues while makers verify published weights."""
 
 import threading
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def hold_answer(trainer, maker):
 
 
 def watch_steps(trainer):
-    """An event for each step of the learner, set when it is done."""
+    """Return an event for each learner step, set when the step is done."""
     done = [threading.Event() for _ in range(3)]
     real_step = trainer._learner.step
     following = iter(done)
@@ -45,10 +45,10 @@ def watch_steps(trainer):
     return done
 
 
-def test_a_step_is_learnt_while_the_makers_verify_the_one_before_and_never_two_are_on_their_way(trainer, maker):
+def test_training_continues_during_verification_with_one_update_in_flight(trainer, maker):
     done, held = watch_steps(trainer), hold_answer(trainer, maker)
     fit = Background(trainer.fit, 3, 1)
-    assert done[1].wait(PATIENCE)  # with version 1 not yet verified
+    assert done[1].wait(PATIENCE)  # while version 1 is not verified yet
     assert maker.updates == [1]
     held.release()
     fit.result()
@@ -56,7 +56,7 @@ def test_a_step_is_learnt_while_the_makers_verify_the_one_before_and_never_two_a
     records = [record for record in trainer.report().records.records if "weights/bytes" in record["metrics"]]
     assert [(record["version"], record["batch"]) for record in records] == [(1, 1), (2, 2), (3, 3)]
     assert all(record["metrics"]["weights/bytes"] > 0 for record in records)
-    assert records[2]["metrics"]["wait/delivery_seconds"] > 0  # until version 2 could go out
+    assert records[2]["metrics"]["wait/delivery_seconds"] > 0  # version 2 waited for version 1
 
 
 def test_fit_ends_when_its_last_version_has_been_verified(trainer, maker):
@@ -69,17 +69,17 @@ def test_fit_ends_when_its_last_version_has_been_verified(trainer, maker):
     assert trainer.progress().state == "finished"
 
 
-@pytest.mark.parametrize("num_steps", [1, 3, 5])  # in the last case no data comes: makers wait for what they rejected
+@pytest.mark.parametrize("num_steps", [1, 3, 5])  # in the last case no data comes: makers wait for the rejected version
 def test_a_rejected_update_fails_fit(trainer, maker, num_steps):
     connect(trainer, maker=maker)
     maker.error = WeightUpdateError("the head is wider here")
     with pytest.raises(WeightUpdateError, match="version 1 were rejected"):
         trainer.fit(num_steps, 1 if num_steps < 5 else 3)
     assert trainer.progress().state == "failed"
-    assert maker.updates == [1]  # the next one was not begun
+    assert maker.updates == [1]  # the next one was not started
 
 
-def test_a_sync_returns_when_the_makers_have_verified_it_and_raises_what_is_wrong_with_it(trainer, maker):
+def test_a_sync_waits_for_verification_and_raises_its_error(trainer, maker):
     held = hold_answer(trainer, maker)
     sync = Background(trainer.sync_models_to_remote_makers)
     held.reached()
@@ -90,10 +90,10 @@ def test_a_sync_returns_when_the_makers_have_verified_it_and_raises_what_is_wron
     with pytest.raises(WeightUpdateError, match="the head is wider here"):
         trainer.sync_models_to_remote_makers()
     maker.error = None
-    trainer.fit(1, 1)  # the failure of a sync is not fit's
+    trainer.fit(1, 1)  # does not raise the failure of the sync
 
 
-def test_a_step_is_learnt_while_a_sync_waits_for_the_makers(trainer, maker):
+def test_training_continues_while_a_sync_waits_for_the_makers(trainer, maker):
     held = hold_answer(trainer, maker)
     sync = Background(trainer.sync_models_to_remote_makers)
     held.reached()
@@ -109,7 +109,7 @@ def test_one_rank_of_a_group_does_not_save_alone_while_they_train(trainer, tmp_p
         trainer.strategy_save_actor(str(tmp_path / "model"))
 
 
-def test_a_trainer_refuses_what_breaks_the_bound(make_trainer):
+def test_a_trainer_refuses_data_beyond_the_staleness_bound(make_trainer):
     trainer = make_trainer(max_staleness=1)
     batch = experience(0, 4)
     batch.policy_versions = torch.zeros_like(batch.action_log_probs, dtype=torch.long)
@@ -120,7 +120,7 @@ def test_a_trainer_refuses_what_breaks_the_bound(make_trainer):
 
 
 def begin_episode(trainer):
-    """Have it train on the first of two batches; returns its `fit` and its maker."""
+    """Make it train on the first of two batches; return its `fit` and its maker."""
     maker, trained = Noting(), threading.Event()
     real_step = trainer._learner.step
 
@@ -140,7 +140,7 @@ def begin_episode(trainer):
 def test_a_sync_in_the_middle_of_an_episode_is_a_version_of_its_own(make_trainer):
     trainer = make_trainer()
     fit, maker = begin_episode(trainer)
-    for _ in range(2):  # nothing was trained between them
+    for _ in range(2):  # without training in between
         trainer.sync_models_to_remote_makers()
     assert maker.updates == [1, 1]
     trainer.buffer_append(experience(4, 4))
@@ -151,7 +151,7 @@ def test_a_sync_in_the_middle_of_an_episode_is_a_version_of_its_own(make_trainer
 def test_a_trainer_with_leases_refuses_a_sync_in_the_middle_of_an_episode(make_trainer):
     trainer = make_trainer()
     fit, maker = begin_episode(trainer)
-    trainer._leased = object()  # which is all that the sync looks at
+    trainer._leased = object()  # the sync only checks that it is not None
     with pytest.raises(CoatiError, match="middle of an episode"):
         trainer.sync_models_to_remote_makers()
     trainer.buffer_append(experience(4, 4))

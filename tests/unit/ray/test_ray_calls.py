@@ -1,4 +1,4 @@
-"""What an answer of Ray means for a caller."""
+"""How Ray's errors are mapped to coati's."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -24,13 +24,13 @@ RAISED_BY_THE_METHOD = RayTaskError("method", "traceback", GetTimeoutError("insi
     [
         (ActorDiedError(), PeerDied),
         (ActorUnavailableError("busy", None), PeerUnavailable),
-        # The actor lives and may have done what was asked: the caller asks again with the same ids.
+        # The actor is alive and may have run the method: the caller retries with the same ids.
         (ObjectLostError("00" * 28, None, ""), PeerUnavailable),
         (OutOfDiskError("full"), PeerUnavailable),
         (RAISED_BY_THE_METHOD.as_instanceof_cause(), RemoteError),
     ],
 )
-def test_only_the_death_of_an_actor_counts_as_one(answer, expected):
+def test_only_the_death_of_an_actor_is_reported_as_a_death(answer, expected):
     answered = Future()
     call = ray_call("trainer-0", SimpleNamespace(future=lambda: answered))
     assert not call.done()

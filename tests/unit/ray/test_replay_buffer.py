@@ -1,4 +1,4 @@
-"""The replay buffer: items in, whole batches out. The queue is in this process."""
+"""The replay buffer turns items into whole batches. The queue is in this process."""
 
 import functools
 import threading
@@ -41,7 +41,7 @@ def ids(batch):
 
 
 def blocked_producer(buffer, new_items, **options):
-    """A producer in a thread that has been seen to find the buffer full."""
+    """Start a producer in a thread, and wait until it has found the buffer full."""
     found_full = threading.Event()
     length = buffer.get_length
 
@@ -94,7 +94,7 @@ def test_values_arrive_bit_for_bit_in_their_dtypes(make_buffer):
         assert torch.equal(ours.nan_to_num(9.0), theirs.nan_to_num(9.0)), name
     assert got.action_mask.dtype == torch.bool
     assert got.sample_ids.tolist()[2] == 2**40
-    got.values.add_(1.0)  # what comes out may be written to
+    got.values.add_(1.0)  # the returned tensors are writable
 
 
 def test_at_the_limit_a_producer_blocks_until_a_batch_is_taken(make_buffer):
@@ -117,7 +117,7 @@ def test_a_producer_that_gives_up_has_added_nothing(make_buffer):
     assert buffer.try_sample(0.0) is None
 
 
-def test_a_retry_of_a_delivery_that_got_no_room_is_taken_in_once(unleased):
+def test_a_retried_delivery_that_found_no_room_is_added_once(unleased):
     late = blocked_producer(unleased, delivery("second", 1), timeout_seconds=0.05)
     retry = Background(unleased.extend, delivery("second", 1))
     with pytest.raises(DeadlineExceeded, match="for room"):
@@ -125,11 +125,11 @@ def test_a_retry_of_a_delivery_that_got_no_room_is_taken_in_once(unleased):
     assert ids(unleased.sample()) == [0]
     retry.result()
     assert ids(unleased.sample()) == [1]
-    unleased.extend(delivery("second", 1))  # now it was taken in
+    unleased.extend(delivery("second", 1))  # a retry after it was added
     assert unleased.try_sample(0.0) is None
 
 
-def test_a_retry_is_not_acknowledged_before_its_delivery_is_taken_in(unleased):
+def test_a_retry_is_not_acknowledged_before_its_delivery_is_added(unleased):
     waiting = blocked_producer(unleased, delivery("second", 1))
     with pytest.raises(DeadlineExceeded, match="for room"):
         unleased.extend(delivery("second", 1), timeout_seconds=0.05)
@@ -148,7 +148,7 @@ def test_clear_drops_everything_and_makes_room_for_a_blocked_producer(make_buffe
     buffer.clear()
     producer.result()
     assert ids(buffer.sample()) == [3, 4]
-    # It goes on working, limit and all.
+    # It still works, including the limit.
     buffer.extend(items(10, 2))
     blocked = blocked_producer(buffer, items(12, 2))
     assert ids(buffer.sample()) == [10, 11]
@@ -200,7 +200,7 @@ def test_impossible_sizes_are_refused(arguments, rule):
         DetachedReplayBuffer(*arguments)
 
 
-def test_the_wait_for_room_in_a_run_is_that_of_a_batch():
+def test_the_wait_for_room_uses_the_batch_deadline():
     deadlines = Deadlines(batch_seconds=0.01)
     buffer = DetachedReplayBuffer(1, 1, deadlines=deadlines, queue=LocalQueue())
     buffer.extend(delivery("first", 0))

@@ -1,4 +1,4 @@
-"""Makers that join, leave and die, on threads: the run has as many as it should, and its trainers know of each."""
+"""Makers on threads join, leave and die: the run reaches its target number, and its trainers know every maker."""
 
 import re
 import time
@@ -19,14 +19,14 @@ CLOCK = SimpleNamespace(now=0.0, monotonic=lambda: CLOCK.now, sleep=lambda secon
 
 @pytest.fixture(autouse=True)
 def driver_time(monkeypatch):
-    """The driver's clock, which stands still unless a test moves it."""
+    """A clock for the driver that only tests advance."""
     monkeypatch.setattr(CLOCK, "now", 0.0)
     for module in (supervisor, run_actor):
         monkeypatch.setattr(module, "time", CLOCK)
 
 
 class Stage:
-    """A run that trains, and what has happened to it."""
+    """A training run and the record of its events."""
 
     def __init__(self, *, makers=1, trainers=1, max_restarts=3):
         self.host = Host()
@@ -52,20 +52,20 @@ class Stage:
         return self.host[name]
 
     def scale_to(self, makers):
-        self.crew.wanted = makers
-        CLOCK.now += 1.0  # names are free again
+        self.crew.target_makers = makers
+        CLOCK.now += 1.0  # after this, names can be reused
         self.until(lambda: not self.crew.message)
 
     def turn(self):
         self.crew.turn(0.0)
 
     def until(self, is_reached):
-        """Take turns until something is as it should be."""
+        """Take turns until a condition holds."""
         deadline = time.monotonic() + PATIENCE
         while not is_reached():
             assert time.monotonic() < deadline, f"still {self.crew.message!r}"
             self.turn()
-            time.sleep(0)  # the others' turn
+            time.sleep(0)  # let the other threads run
 
     def die(self, name):
         self.peers[name].kill()
@@ -73,7 +73,7 @@ class Stage:
 
     @property
     def loading(self):
-        """Makers without a loop, or without weights."""
+        """Makers whose loop has not begun or that have no weights."""
         return [name for name, maker in self.crew.makers.items() if maker.state in ("loading", "loaded")]
 
     @property
@@ -81,8 +81,8 @@ class Stage:
         return self.story_of("trainer-0")
 
     def story_of(self, trainer):
-        """What a trainer was told."""
-        self.peers[trainer].call("report", 0, 0).result(PATIENCE)  # after all that came before
+        """The calls that a trainer received."""
+        self.peers[trainer].call("report", 0, 0).result(PATIENCE)  # runs after all earlier calls
         return self[trainer].story
 
     @property
@@ -90,10 +90,10 @@ class Stage:
         return sorted(name for name in self.crew.makers if self.peers[name].is_alive)
 
     def check_consistent(self):
-        """The same makers are alive, counted and working."""
+        """Assert that the same makers are alive, counted and working."""
         names = self.alive
         assert sorted(self.crew.working_makers) == names
-        assert self.crew.wanted == len(names)
+        assert self.crew.target_makers == len(names)
 
 
 @pytest.fixture
@@ -104,13 +104,13 @@ def stage():
 # Joining and leaving
 
 
-def test_makers_that_join_work_at_once_and_have_joined_when_they_have_weights(stage):
+def test_new_makers_start_at_once_and_count_once_they_have_weights(stage):
     stage.host.on_start = lambda name: setattr(stage[name], "has_weights", False)
-    stage.crew.wanted = 3
+    stage.crew.target_makers = 3
     stage.until(lambda: stage.crew.working_makers == ["maker-0", "maker-1", "maker-2"])
-    assert stage.crew.message == "1 of 3 makers at work"
+    assert stage.crew.message == "1 of 3 makers working"
     stage["maker-1"].has_weights = True
-    stage.until(lambda: stage.crew.message == "2 of 3 makers at work")
+    stage.until(lambda: stage.crew.message == "2 of 3 makers working")
     stage["maker-2"].has_weights = True
     stage.until(lambda: not stage.crew.message)
     stage.check_consistent()
@@ -118,13 +118,13 @@ def test_makers_that_join_work_at_once_and_have_joined_when_they_have_weights(st
     assert stage.story[-1] == ("told", "maker-0", "maker-1", "maker-2")
 
 
-def test_makers_that_leave_finish_their_work_and_the_rest_of_it_goes_to_others(stage, caplog):
+def test_makers_that_leave_finish_their_work_and_release_the_rest(stage, caplog):
     stage.scale_to(3)
     del stage.story[:]
     for name in ("maker-1", "maker-2"):
         stage[name].records.append({"warning": f"the last words of {name}", "kind": name})
     held = stage.peers.hold("maker-2", "stop")
-    stage.crew.wanted = 1
+    stage.crew.target_makers = 1
     stage.until(lambda: stage.killed == ["maker-1"])
     assert stage.crew.message
     held.release()
@@ -140,17 +140,17 @@ def test_makers_that_leave_finish_their_work_and_the_rest_of_it_goes_to_others(s
     stage.check_consistent()
 
 
-def test_a_maker_may_join_under_the_name_of_one_that_left_when_that_is_gone(stage):
+def test_a_new_maker_may_reuse_a_name_once_it_is_free(stage):
     stage.scale_to(2)
     first, held = stage.peers["maker-1"], stage.peers.hold("maker-1", "stop")
     for wanted in (1, 2):
-        stage.crew.wanted = wanted
+        stage.crew.target_makers = wanted
         stage.turn()
     assert stage.peers["maker-1"] is first
     held.release()
     stage.until(lambda: "maker-1" not in stage.crew.makers)
     stage.turn()
-    assert stage.alive == ["maker-0"], "Ray may still have the name"
+    assert stage.alive == ["maker-0"], "Ray may not have freed the name yet"
     CLOCK.now += 1.0
     stage.until(lambda: not stage.crew.message)
     assert stage.peers["maker-1"] is not first
@@ -186,7 +186,7 @@ def never_answer(stage):
 
 
 @pytest.mark.parametrize("fail", [die, not_load, never_answer])
-def test_without_a_maker_that_cannot_join_the_run_continues(stage, fail, caplog):
+def test_the_run_continues_without_a_maker_that_cannot_join(stage, fail, caplog):
     reason, create = fail(stage), stage.host.on_start
 
     def create_without_weights(name):
@@ -194,7 +194,7 @@ def test_without_a_maker_that_cannot_join_the_run_continues(stage, fail, caplog)
         create(name)
 
     stage.host.on_start = create_without_weights
-    stage.crew.wanted = 3
+    stage.crew.target_makers = 3
     stage.until(lambda: stage.alive[:2] == ["maker-0", "maker-1"] and not {*stage.loading} - {"maker-2"})
     if fail is never_answer:
         CLOCK.now += 10_000.0
@@ -205,12 +205,12 @@ def test_without_a_maker_that_cannot_join_the_run_continues(stage, fail, caplog)
     assert stage.restarts.counts["makers"] == 0
     stage.check_consistent()
     stage.host.on_start = lambda name: None
-    stage.scale_to(3)  # it may be asked for again
+    stage.scale_to(3)  # it may be requested again
     assert stage.alive == ["maker-0", "maker-1", "maker-2"]
     stage.check_consistent()
 
 
-def test_a_lost_answer_of_a_maker_that_joins_is_asked_for_again(stage):
+def test_a_lost_report_of_a_new_maker_is_requested_again(stage):
     stage.host.on_start = lambda name: stage.peers.drop_reply(name, "report")
     stage.scale_to(2)
     stage.check_consistent()
@@ -229,7 +229,7 @@ def test_a_maker_that_dies_is_replaced_after_a_while_under_its_name(stage):
     stage.turn()
     assert stage.alive == ["maker-0"]
     stage.until(lambda: not stage.loading)
-    # Told twice: to trainers its successor is a maker that joins, and needs weights.
+    # Two lists: without it, and with its successor, which is a new maker to the trainers and needs weights.
     assert stage.story == [("release", "maker-0", "died"), ("told",), ("told", "maker-0")]
     stage.check_consistent()
 
@@ -241,7 +241,7 @@ def test_trainers_do_not_update_a_maker_before_it_has_loaded(stage):
     CLOCK.now += 0.5
     stage.turn()
     stage.turn()
-    assert stage.story[-1] == ("told",), "or each update would wait for it"
+    assert stage.story[-1] == ("told",), "otherwise each update would wait for it"
     held[0].release()
     stage.until(lambda: not stage.loading)
     assert stage.story[-1] == ("told", "maker-0")
@@ -261,7 +261,7 @@ def test_a_maker_that_never_loads_is_killed_and_counts_as_dead(stage):
     stage.check_consistent()
 
 
-def test_each_death_is_followed_by_a_longer_wait_up_to_a_limit():
+def test_the_restart_backoff_doubles_up_to_a_limit():
     stage, waits = Stage(max_restarts=9), []
     for _ in range(9):
         stage.die("maker-0")
@@ -273,7 +273,7 @@ def test_each_death_is_followed_by_a_longer_wait_up_to_a_limit():
     assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
 
 
-def test_a_maker_that_lived_long_enough_comes_back_at_once_when_it_dies_again(stage):
+def test_the_backoff_starts_over_for_a_maker_that_lived_long_enough(stage):
     for _ in range(3):
         stage.die("maker-0")
         CLOCK.now += 0.5
@@ -282,14 +282,14 @@ def test_a_maker_that_lived_long_enough_comes_back_at_once_when_it_dies_again(st
         CLOCK.now += 61.0
 
 
-def test_after_so_many_restarts_a_death_is_the_end_and_has_a_name():
+def test_a_death_beyond_the_restart_limit_ends_the_run_with_its_name():
     stage = Stage(makers=2, max_restarts=1)
     stage.die("maker-0")
-    with pytest.raises(PeerDied, match=r"maker-1 died.*1 time \(topology\.max_restarts\)"):
+    with pytest.raises(PeerDied, match=r"maker-1 died.*topology\.max_restarts allows 1 restart "):
         stage.die("maker-1")
 
 
-def test_restarts_of_long_ago_do_not_count():
+def test_old_restarts_do_not_count():
     stage = Stage(max_restarts=1)
     for _ in range(3):
         stage.die("maker-0")
@@ -299,7 +299,7 @@ def test_restarts_of_long_ago_do_not_count():
     assert stage.restarts.counts["makers"] == 3
 
 
-def test_what_a_maker_raises_is_not_repaired_by_another(stage):
+def test_an_exception_in_a_maker_causes_no_restart(stage):
     stage["maker-0"].fail(RewardError("no such judge"))
     with pytest.raises(RewardError, match="no such judge") as caught:
         stage.until(lambda: False)
@@ -307,10 +307,10 @@ def test_what_a_maker_raises_is_not_repaired_by_another(stage):
     assert stage.restarts.counts["makers"] == 0
 
 
-def test_a_maker_that_dies_while_it_leaves_is_gone_as_it_should_be(stage):
+def test_a_maker_that_dies_while_leaving_is_not_replaced(stage):
     stage.scale_to(2)
     stage.peers.hold("maker-1", "stop")
-    stage.crew.wanted = 1
+    stage.crew.target_makers = 1
     stage.turn()
     stage.die("maker-1")
     assert stage.crew.message == ""
@@ -321,10 +321,10 @@ def test_a_maker_that_dies_while_it_leaves_is_gone_as_it_should_be(stage):
 
 def test_a_member_that_dies_while_others_join_is_replaced_and_they_join(stage):
     stage.host.on_start = lambda name: setattr(stage[name], "has_weights", name != "maker-1")
-    stage.crew.wanted = 2
+    stage.crew.target_makers = 2
     stage.die("maker-0")
     CLOCK.now += 1.0
-    stage.until(lambda: stage.crew.message == "1 of 2 makers at work")
+    stage.until(lambda: stage.crew.message == "1 of 2 makers working")
     stage["maker-1"].has_weights = True
     stage.until(lambda: not stage.crew.message)
     assert stage.alive == ["maker-0", "maker-1"]
@@ -332,10 +332,10 @@ def test_a_member_that_dies_while_others_join_is_replaced_and_they_join(stage):
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 3])
-def test_the_dead_are_replaced_if_they_are_still_wanted(wanted):
+def test_dead_makers_are_replaced_if_they_are_still_wanted(wanted):
     stage = Stage(makers=2)
     stage.die("maker-1")
-    stage.crew.wanted = wanted
+    stage.crew.target_makers = wanted
     CLOCK.now += 100.0
     stage.until(lambda: not stage.crew.message)
     assert stage.alive == [f"maker-{number}" for number in range(wanted)]
@@ -347,7 +347,7 @@ def test_a_maker_that_joined_and_worked_is_replaced_like_the_first_ones(stage):
     stage.die("maker-1")
     stage.host.on_start = lambda name: stage.peers.kill(name)
     CLOCK.now += 5.0
-    stage.until(lambda: stage.restarts.counts["makers"] == 2)  # its successor died too, while it loaded
+    stage.until(lambda: stage.restarts.counts["makers"] == 2)  # its successor died too, while loading
     stage.host.on_start = lambda name: None
     CLOCK.now += 60.0
     stage.until(lambda: not stage.crew.message)
@@ -355,21 +355,21 @@ def test_a_maker_that_joined_and_worked_is_replaced_like_the_first_ones(stage):
     stage.check_consistent()
 
 
-def test_a_maker_that_left_and_finds_no_room_to_come_back_costs_no_restart():
+def test_a_maker_that_left_and_finds_no_room_to_return_costs_no_restart():
     stage = Stage(makers=2)
     stage.scale_to(1)
     stage.host.on_start = lambda name: stage.peers.hold(name, "report")
-    stage.crew.wanted = 2
-    CLOCK.now += 1.0  # its name is free again
+    stage.crew.target_makers = 2
+    CLOCK.now += 1.0  # after this, its name can be reused
     stage.turn()
     CLOCK.now += 400.0
     stage.until(lambda: not stage.crew.message)
     assert stage.alive == ["maker-0"]
-    assert stage.crew.wanted == 1
+    assert stage.crew.target_makers == 1
     assert stage.restarts.counts["makers"] == 0
 
 
-def test_a_successor_that_still_loads_leaves_at_once(stage):
+def test_a_successor_that_is_still_loading_leaves_at_once(stage):
     stage.scale_to(2)
     stage.host.on_start = lambda name: stage.peers.hold(name, "report")
     stage.die("maker-1")
@@ -381,7 +381,7 @@ def test_a_successor_that_still_loads_leaves_at_once(stage):
     stage.check_consistent()
 
 
-def test_at_the_end_of_a_run_no_failure_of_a_maker_counts(stage):
+def test_failures_of_makers_at_the_end_of_a_run_are_ignored(stage):
     stage.scale_to(2)
     stage["maker-0"].fail(RewardError("no such judge"))
     stage.peers.kill("maker-1")
@@ -389,14 +389,14 @@ def test_at_the_end_of_a_run_no_failure_of_a_maker_counts(stage):
     stage.until(lambda: not stage.crew.working_makers)
 
 
-def test_a_maker_whose_report_raises_ends_the_run_with_that(stage):
+def test_an_exception_in_a_makers_report_ends_the_run(stage):
     stage["maker-0"].report = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError) as failure:
         stage.until(lambda: False)
     assert failure.value.__notes__ == ["raised in maker-0"]
 
 
-def test_a_maker_that_cannot_be_created_is_tried_again_until_the_restarts_are_used_up():
+def test_creating_a_maker_is_retried_until_the_restarts_are_used_up():
     stage = Stage(max_restarts=2)
 
     def refuse(name):
@@ -405,7 +405,7 @@ def test_a_maker_that_cannot_be_created_is_tried_again_until_the_restarts_are_us
     stage.host.on_start = refuse
     stage.die("maker-0")
     CLOCK.now += 30.0
-    stage.turn()  # which is the second restart, after that of its death
+    stage.turn()  # the second restart; the first followed its death
     assert stage.crew.makers == {}
     CLOCK.now += 30.0
     with pytest.raises(PeerDied, match="no room for another actor") as failure:
@@ -418,7 +418,7 @@ def test_a_maker_that_cannot_be_created_does_not_join(stage, caplog):
         raise ValueError("no room for another actor")
 
     stage.host.on_start = refuse
-    stage.crew.wanted = 2
+    stage.crew.target_makers = 2
     stage.turn()
-    assert stage.crew.wanted == 1
+    assert stage.crew.target_makers == 1
     assert "no room for another actor" in caplog.text

@@ -1,4 +1,4 @@
-"""The trainer's loop and buffer, in this process; its makers are on threads."""
+"""The trainer's loop and buffer in this process, with makers on threads."""
 
 import threading
 from types import SimpleNamespace
@@ -77,7 +77,7 @@ def test_hooks_episodes_epochs_and_remainder_come_in_the_order_of_the_contract(m
     assert trainer.trained[4:] == [[4, 5], [4, 5]]
 
 
-def test_the_buffer_takes_and_tells_while_fit_computes(make_trainer):
+def test_the_buffer_is_usable_while_fit_computes(make_trainer):
     trainer = make_trainer()
     in_step, may_go_on = threading.Event(), threading.Event()
 
@@ -111,13 +111,13 @@ def test_when_makers_are_finished_the_last_partial_batch_is_trained_on(make_trai
     trainer.buffer_extend(items(0, 5))
     trainer.fit(total_steps=100, update_steps=2)
     assert trainer.trained == [[0, 1], [2, 3], [4]]
-    assert trainer.version == 2  # after batches 0 and 1, and after the partial one
+    assert trainer.version == 2  # version 1 after batches 0 and 1, version 2 after the partial batch
 
 
 def test_makers_that_die_while_fit_waits_are_an_error(make_trainer, makers):
 
     class Killer(TrainerCallback):
-        def on_episode_start(self, episode):  # fit has seen the maker, and begins to wait
+        def on_episode_start(self, episode):  # fit has found the maker and is about to wait
             makers.kill("maker")
 
     trainer = make_trainer(["maker"], callbacks=[Killer()])
@@ -134,7 +134,7 @@ def test_makers_that_die_while_fit_computes_are_an_error(make_trainer, makers):
         trainer.fit(2, 1)
 
 
-def test_a_maker_name_that_does_not_exist_is_named(make_trainer):
+def test_a_nonexistent_maker_is_named(make_trainer):
     trainer = make_trainer(["no-such-maker"], deadlines=QUICK.model_copy(update={"batch_seconds": 0.1}))
     with pytest.raises(DeadlineExceeded, match="no-such-maker is missing"):
         trainer.fit(1, 1)
@@ -147,7 +147,7 @@ def test_a_trainer_fed_by_hand_needs_no_makers(make_trainer):
     assert trainer.trained == [[0, 1], [2, 3]]
 
 
-def test_waiting_too_long_for_a_batch_says_what_is_there(make_trainer, makers):
+def test_a_batch_deadline_reports_the_buffers_contents(make_trainer, makers):
     trainer = make_trainer(["maker"], deadlines=QUICK.model_copy(update={"batch_seconds": 0.1}))
     trainer.buffer_extend(items(0, 1))
     with pytest.raises(DeadlineExceeded, match=r"1 are there.*maker is working"):
@@ -166,7 +166,7 @@ def test_the_same_delivery_twice_is_trained_on_once(make_trainer):
     assert trainer.buffer_get_length() == 0
 
 
-def test_items_without_a_delivery_id_are_never_taken_for_a_retry(make_trainer):
+def test_items_without_a_delivery_id_are_never_treated_as_retries(make_trainer):
     trainer = make_trainer()
     trainer.buffer_extend(items(0, 2))
     trainer.buffer_extend(items(0, 2))
@@ -188,19 +188,19 @@ def test_a_refused_delivery_does_not_count_as_delivered(make_trainer):
     assert trainer.trained == [[0, 1]]
 
 
-# Where work is leased.
+# With leases.
 
 
 @pytest.fixture
 def leasing(make_trainer):
-    """A trainer of two samples for each version, with makers ahead by one version."""
+    """A trainer that trains on two samples per version, with makers one version ahead."""
     rules = LedgerRules(samples_per_version=2, total_samples=8, lead=1, max_staleness=1)
-    buffer = LeasedBuffer(rules, 2, clock=lambda: 0.0)  # nobody is slow where time stands still
+    buffer = LeasedBuffer(rules, 2, clock=lambda: 0.0)  # with a constant clock, no maker is slow
     return make_trainer(["maker"], buffer=buffer)
 
 
 def ask(trainer, number, *, maker="maker", version=None, endings=()):
-    """Ask for all that a maker may make, as its calls arrive: tuples are what they were."""
+    """Request as many leases as a maker may have, in the form in which a call arrives: a plain tuple."""
     request = LeaseRequest(maker, number, trainer.version if version is None else version, 8, endings)
     return trainer.lease(tuple(request))
 
@@ -222,7 +222,7 @@ def test_leases_are_granted_version_by_version_while_fit_trains(leasing):
 
     first = ask(leasing, 1)
     assert [lease.number for lease in first] == [0, 1, 2, 3]
-    leasing.in_step = ask_for_more  # in the step that makes version 1, 2, …: nothing is trained on yet
+    leasing.in_step = ask_for_more  # called in the step before version 1, 2, …, when its samples are not trained on yet
     leasing.buffer_extend(leased_items(first))
     leasing.fit(total_steps=2, update_steps=1)
     assert leasing.trained == [[0, 1], [2, 3]]
@@ -233,12 +233,12 @@ def test_leases_are_granted_version_by_version_while_fit_trains(leasing):
     leasing.buffer_extend(leased_items([Lease(4, 0), Lease(5, 0), *second]))
     leasing.fit(total_steps=2, update_steps=1)
     assert leasing.trained[2:] == [[4, 5], [6, 7]]
-    assert ask(leasing, 5) == [], "the run has all its samples"
+    assert ask(leasing, 5) == [], "all samples of the run have been leased"
 
 
 def test_a_batch_that_is_given_back_does_not_count_as_trained_on(leasing):
     leasing.buffer_extend(leased_items(ask(leasing, 1)))
-    answers = iter([True, True, False])  # the second batch comes, and another rank was stopped
+    answers = iter([True, True, False])  # the second batch arrives, but another rank was stopped
     leasing.agree = lambda *_: next(answers)
     leasing.fit(total_steps=2, update_steps=2)
     assert leasing.trained == [[0, 1]]
@@ -246,8 +246,8 @@ def test_a_batch_that_is_given_back_does_not_count_as_trained_on(leasing):
     assert (state["ledger"]["num_trained"], state["ledger"]["picked"]) == (2, [2, 3])
 
 
-def test_fit_waits_for_leased_work_though_makers_are_finished_or_gone(leasing, makers):
-    """The driver looks after them, and others make what they have left."""
+def test_fit_waits_for_leased_work_even_if_makers_are_finished_or_gone(leasing, makers):
+    """The driver handles their failure, and other makers take over their leases."""
     makers["maker"].target.state = "finished"
     leases = ask(leasing, 1)
     waiting = threading.Event()
@@ -260,7 +260,7 @@ def test_fit_waits_for_leased_work_though_makers_are_finished_or_gone(leasing, m
     assert fit.is_running
     leasing.release_maker("maker", "died")
     leasing.buffer_extend(leased_items(leases))
-    assert leasing.buffer_get_length() == 0, "a dead maker's are refused"
+    assert leasing.buffer_get_length() == 0, "a dead maker's deliveries are refused"
     leasing.buffer_extend(leased_items(ask(leasing, 1, maker="other")))
     fit.result()
     assert leasing.trained == [[0, 1]]
@@ -275,7 +275,7 @@ def test_the_same_leased_delivery_twice_is_trained_on_once(leasing):
     assert leasing.buffer_get_length() == 0
 
 
-def test_leased_samples_that_are_broken_are_refused_and_may_come_again(leasing):
+def test_malformed_leased_samples_are_refused_and_may_be_sent_again(leasing):
     sent = leased_items(ask(leasing, 1))
     good, sent[1].kl = sent[1].kl, sent[1].kl[:1]
     with pytest.raises(DataError, match=r"kl must be \[3\], got \[1\]"):
@@ -286,7 +286,7 @@ def test_leased_samples_that_are_broken_are_refused_and_may_come_again(leasing):
     assert leasing.trained == [[0, 1]]
 
 
-def test_waiting_too_long_for_leased_work_says_who_has_it(make_trainer):
+def test_a_batch_deadline_names_the_makers_that_hold_leases(make_trainer):
     rules = LedgerRules(samples_per_version=2, total_samples=8, lead=0, max_staleness=0)
     deadlines = QUICK.model_copy(update={"batch_seconds": 0.1})
     trainer = make_trainer(["slow", "quick"], buffer=LeasedBuffer(rules, 2), deadlines=deadlines)
@@ -298,7 +298,7 @@ def test_waiting_too_long_for_leased_work_says_who_has_it(make_trainer):
         trainer.fit(1, 1)
 
 
-def test_a_trainer_without_leases_grants_none_and_says_so(make_trainer):
+def test_a_trainer_without_leases_refuses_lease_requests(make_trainer):
     with pytest.raises(ConfigError, match=r"options\.rules"):
         make_trainer().lease(LeaseRequest("maker", 1, 0, 8))
 
@@ -317,13 +317,13 @@ def test_a_callback_that_raises_names_itself(make_trainer):
     assert trainer.progress().state == "failed"
 
 
-def test_stop_ends_fit_after_the_batch_in_work(make_trainer):
+def test_stop_ends_fit_after_the_current_batch(make_trainer):
     trainer = make_trainer()
     trainer.in_step = trainer.stop
     trainer.buffer_extend(items(0, 6))
     trainer.fit(3, 3)
     assert trainer.trained == [[0, 1]]
-    assert trainer.story == ["train", "update 1"]  # what was learnt is published
+    assert trainer.story == ["train", "update 1"]  # the last step is published
     assert trainer.buffer_get_length() == 2
 
 

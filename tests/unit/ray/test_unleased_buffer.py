@@ -1,4 +1,4 @@
-"""When a trainer may conclude that no more experience will come."""
+"""When a trainer concludes that no more experience will come."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 
 @pytest.fixture(autouse=True)
 def no_wait(monkeypatch):
-    """An answer that is not there yet does not come while it is waited for."""
+    """Make waits return at once: a pending answer stays pending."""
     monkeypatch.setattr(detached_replay_buffer, "wait", lambda calls, timeout: None)
 
 
@@ -58,7 +58,7 @@ class Makers(Peers):
 
 
 class Story:
-    """A clock and the makers' answers, both moved by the test."""
+    """A clock and the makers' answers, both set by the test."""
 
     def __init__(self, *names, existing=()):
         self.now = 100.0
@@ -81,7 +81,7 @@ class Story:
         return self.buffer.all_finished()
 
 
-def test_finished_counts_only_after_the_time_of_grace():
+def test_finished_makers_count_only_after_the_grace_time():
     story = Story("a", "b")
     assert not story.after(0.0, a="finished")
     assert not story.after(3.0, b="finished")
@@ -89,7 +89,7 @@ def test_finished_counts_only_after_the_time_of_grace():
     assert story.after(1.0)
 
 
-def test_a_maker_that_works_again_starts_the_grace_anew():
+def test_a_maker_that_works_again_restarts_the_grace_time():
     story = Story("a")
     assert not story.after(0.0, a="finished")
     assert not story.after(4.0, a="working")
@@ -98,7 +98,7 @@ def test_a_maker_that_works_again_starts_the_grace_anew():
     assert story.after(0.2)
 
 
-def test_makers_are_asked_now_and_then_only():
+def test_makers_are_polled_at_intervals():
     story = Story("a")
     for _ in range(10):
         story.after(0.5)
@@ -112,40 +112,40 @@ def test_all_gone_is_an_error_at_once():
         story.after(3.0, b="gone")
 
 
-def test_one_that_was_seen_before_a_wait_is_gone_and_not_late():
+def test_a_maker_seen_before_a_wait_is_gone_and_not_late():
     story = Story("a")
     story.after(0.0)
     with pytest.raises(PeerDied, match="a is gone"):
         story.after(3.0, a="missing")
 
 
-def test_finished_and_gone_together_are_the_end():
+def test_finished_and_gone_makers_end_the_data():
     story = Story("a", "b", existing=("a", "b"))
     assert not story.after(0.0, a="finished", b="missing")
     assert story.after(5.0)
 
 
-def test_makers_whose_loops_failed_are_an_error_after_the_grace():
+def test_failed_makers_are_an_error_after_the_grace_time():
     story = Story("a", "b")
     assert not story.after(0.0, a="failed", b="gone")
     with pytest.raises(PeerDied, match="a is failed, b is gone"):
         story.after(5.0)
 
 
-def test_one_failed_maker_beside_a_finished_one_is_the_end_of_the_data():
+def test_a_failed_and_a_finished_maker_end_the_data():
     story = Story("a", "b")
     assert not story.after(0.0, a="failed", b="finished")
     assert story.after(5.0)
 
 
-def test_a_late_maker_is_waited_for():
+def test_the_trainer_waits_for_a_late_maker():
     story = Story("a", "b")
     assert not story.after(0.0, a="finished", b="missing")
     assert not story.after(1000.0)
     assert not story.after(3.0, b="busy")
 
 
-def test_without_names_nothing_is_ever_over():
+def test_without_maker_names_the_data_never_ends():
     story = Story()
     assert not story.after(1e6)
     assert story.buffer.describe_wait() == "none are named"
@@ -158,7 +158,7 @@ def test_any_other_state_means_more_may_come(state):
     assert not story.after(1e6)
 
 
-def test_one_that_takes_the_name_of_a_dead_maker_is_waited_for():
+def test_the_trainer_waits_for_a_maker_that_reuses_a_dead_ones_name():
     story = Story("a", "b", existing=("a", "b"))
     assert not story.after(0.0, a="finished", b="gone")
     assert not story.after(3.0, b="working")

@@ -1,4 +1,4 @@
-"""What tests of one trainer share."""
+"""Fixtures for tests of a single trainer."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture
 def one_process(monkeypatch):
-    """No process group in the environment, and one thread; both are restored."""
+    """Run without process-group variables and with one torch thread; restores both."""
     for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(key, raising=False)
     threads = torch.get_num_threads()

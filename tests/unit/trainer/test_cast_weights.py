@@ -1,4 +1,4 @@
-"""Float32 weights that compute in bfloat16: to the bit what a bfloat16 model computes, with gradients in float32."""
+"""Float32 weights computing in bfloat16: bit-identical to a bfloat16 model, with float32 gradients."""
 
 import copy
 import inspect
@@ -36,7 +36,7 @@ def actor():
 
 
 def in_bfloat16(actor):
-    """A copy whose weights are the makers'; buffers stay, as they do in models that are loaded in bfloat16."""
+    """Return a copy with the makers' weights; buffers keep their dtype, as in models loaded in bfloat16."""
     half = copy.deepcopy(actor)
     for parameter in half.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -58,7 +58,7 @@ def add_gradient(actor, seed):
     return logprobs.detach()
 
 
-def test_a_pass_is_that_of_the_bfloat16_model_to_the_bit(actor):
+def test_a_pass_is_bit_identical_to_the_bfloat16_models(actor):
     half, ours = in_bfloat16(actor), casting(actor)
     assert torch.equal(add_gradient(ours, 0), add_gradient(half, 0))
     for (name, weight), other in zip(ours.named_parameters(), half.parameters(), strict=True):
@@ -79,10 +79,10 @@ def test_gradients_of_passes_add_up_in_float32(actor):
         for entry, weight in zip(total, half.parameters(), strict=True):
             entry += weight.grad
     assert all(torch.equal(w.grad, entry) for w, entry in zip(ours.parameters(), total, strict=True))
-    assert not any(torch.equal(entry, entry.bfloat16().float()) for entry in total)  # they need their 24 bits
+    assert not any(torch.equal(entry, entry.bfloat16().float()) for entry in total)  # the sums need float32's 24 bits
 
 
-def test_a_step_smaller_than_bfloat16_shows_is_not_lost(actor):
+def test_a_step_below_bfloat16_resolution_is_not_lost(actor):
     half = in_bfloat16(actor)
     model, optimizer = DDPStrategy(seed=0, device="cpu", compute_dtype=torch.bfloat16).prepare(
         (actor, torch.optim.SGD(actor.parameters(), lr=1.0))
@@ -94,17 +94,17 @@ def test_a_step_smaller_than_bfloat16_shows_is_not_lost(actor):
     optimizer.step()
     assert all((weight != before[name]).all() for name, weight in model.named_parameters())
     halves = [(weight.bfloat16(), before[name].bfloat16()) for name, weight in model.named_parameters()]
-    assert sum(int((one != other).sum()) for one, other in halves) < 100  # of 5,000: nearly none would have moved
+    assert sum(int((one != other).sum()) for one, other in halves) < 100  # of 5,000, almost none in bfloat16
 
 
-def test_activations_made_anew_use_the_weights_of_their_own_pass(actor):
+def test_recomputed_activations_use_the_weights_of_their_own_pass(actor):
     half, ours = in_bfloat16(actor), casting(actor)
     checkpoint_activations(ours)
     set_learning_mode(ours)
     calls = []
     ours.model.model.layers[1].self_attn.register_forward_hook(lambda *_: calls.append(1))
     logprobs, _ = action_logprobs(ours, batch(0), None, ACTIONS)
-    action_logprobs(ours, batch(1), None, ACTIONS)  # another pass before the first one's gradient
+    action_logprobs(ours, batch(1), None, ACTIONS)  # another forward pass before the first one's backward
     logprobs.sum().backward()
     assert len(calls) == 3
     assert torch.equal(logprobs, add_gradient(half, 0))
@@ -126,7 +126,7 @@ def test_frozen_weights_are_cast_and_get_no_gradient():
     assert all((weight.grad is not None) == weight.requires_grad for weight in ours.parameters())
 
 
-def test_a_body_that_actor_and_critic_share_may_make_activations_anew(actor):
+def test_a_body_shared_by_actor_and_critic_supports_checkpointing(actor):
     critic = Critic(actor.model)
     nn.init.normal_(critic.value_head.weight)
     half = in_bfloat16(actor)
@@ -141,10 +141,10 @@ def test_a_body_that_actor_and_critic_share_may_make_activations_anew(actor):
         value(batch(0)).sum().backward()
     weight, other = (model.model.model.layers[0].mlp.up_proj.weight for model in (actor, half))
     assert weight.grad.dtype == torch.float32
-    assert (weight.grad - other.grad).norm() < 0.01 * weight.grad.norm()  # two passes: theirs add up in bfloat16
+    assert (weight.grad - other.grad).norm() < 0.01 * weight.grad.norm()  # the reference sums in bfloat16
 
 
-def test_a_graph_that_is_kept_is_gone_through_twice(actor):
+def test_a_retained_graph_supports_two_backward_passes(actor):
     checkpoint_activations(casting(actor))
     set_learning_mode(actor)
     logprobs, _ = action_logprobs(actor, batch(0), None, ACTIONS)
@@ -154,7 +154,7 @@ def test_a_graph_that_is_kept_is_gone_through_twice(actor):
     assert all(torch.equal(weight.grad, 2 * grad) for weight, grad in zip(actor.parameters(), once, strict=True))
 
 
-def test_copies_are_let_go_after_the_pass_that_needs_them(actor):
+def test_copies_are_freed_after_their_pass(actor):
     seen = []
     layer = actor.model.model.layers[0].mlp.up_proj
     layer.register_forward_hook(lambda module, *_: seen.append(weakref.ref(module.weight)))
@@ -164,7 +164,7 @@ def test_copies_are_let_go_after_the_pass_that_needs_them(actor):
     assert [reference() for reference in seen] == [None, None]
 
 
-def test_weights_without_a_gradient_get_none_and_whole_numbers_stay(actor):
+def test_unused_weights_get_no_gradient_and_integers_stay(actor):
     class WithUnused(Actor):
         def __init__(self, model):
             super().__init__(model)

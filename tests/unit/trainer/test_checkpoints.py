@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, verified, rotating; and training continues from one as if nothing had happened."""
+"""Checkpoints are atomic, verified and rotated, and training resumes from one bit for bit."""
 
 import dataclasses
 import errno
@@ -61,7 +61,7 @@ ASKS = itertools.count()
 
 
 def deliver(buffer, version, wanted):
-    """Have a maker lease and deliver samples, whose ids are the numbers of their leases."""
+    """Lease and deliver samples as a maker; a sample's id is the number of its lease."""
     leases = buffer.lease(LeaseRequest("maker", next(ASKS), version, wanted))
     buffer.extend([dataclasses.replace(tiny.item(lease.number), lease=tuple(lease)) for lease in leases])
     return leases
@@ -88,11 +88,11 @@ def test_training_continues_from_a_checkpoint_to_the_bit(saved, tmp_path):
     assert equal(other.weights(), saved.weights())
     for first in (2, 4, 6):
         ours, theirs = (one.learner.step(tiny.experience(first, 2)) for one in (saved, other))
-        assert ours == theirs  # the learning rate too, which rises
+        assert ours == theirs  # including the learning rate, which increases
     assert equal(other.weights(), saved.weights())
 
 
-def test_random_numbers_continue_where_they_were(tmp_path):
+def test_random_state_is_restored(tmp_path):
     trainer = Trainer(tmp_path)
     trainer.save(1)
     expected = torch.rand(4)
@@ -101,12 +101,12 @@ def test_random_numbers_continue_where_they_were(tmp_path):
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_what_is_written_is_what_was_there_when_it_was_saved(saved, tmp_path, monkeypatch):
+def test_a_checkpoint_holds_the_state_at_the_time_of_saving(saved, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(module, "run_in_background", lambda call, name: calls.append(call) or Future())
     before = saved.weights()
     saved.checkpoints.save(2, {})
-    saved.learner.step(tiny.experience(2, 2))  # training goes on
+    saved.learner.step(tiny.experience(2, 2))  # training continues
     calls[0]()
     other = Trainer(tmp_path)
     other.checkpoints.restore(tmp_path / "version-2")
@@ -114,8 +114,8 @@ def test_what_is_written_is_what_was_there_when_it_was_saved(saved, tmp_path, mo
     assert not equal(saved.weights(), before)
 
 
-def test_models_in_training_are_not_asked_for_their_state_by_what_writes_it(saved, tmp_path, monkeypatch):
-    # With FSDP2 that would shard them in the middle of a pass.
+def test_the_writer_does_not_read_models_in_training(saved, tmp_path, monkeypatch):
+    # With FSDP2, that would reshard them in the middle of a pass.
     calls, asked = [], []
     monkeypatch.setattr(module, "run_in_background", lambda call, name: calls.append(call) or Future())
     saved.checkpoints.save(2, {})
@@ -126,7 +126,7 @@ def test_models_in_training_are_not_asked_for_their_state_by_what_writes_it(save
     assert find_checkpoint(tmp_path)[0].name == "version-2"
 
 
-def test_the_next_checkpoint_is_copied_only_after_the_one_before_it_is_written(tmp_path, monkeypatch):
+def test_the_next_checkpoint_is_copied_only_after_the_previous_one_is_written(tmp_path, monkeypatch):
     trainer = Trainer(tmp_path, warmup_steps=0)
     at_wait_or_copied, may_write = threading.Event(), threading.Event()
     wait, replace_folder = trainer.checkpoints.wait, module.replace_folder
@@ -162,7 +162,7 @@ def test_the_next_checkpoint_is_copied_only_after_the_one_before_it_is_written(t
     assert not equal(before, after)
 
 
-def test_a_write_that_does_not_end_is_waited_for_until_its_deadline(saved, monkeypatch):
+def test_waiting_for_a_stuck_write_has_a_deadline(saved, monkeypatch):
     monkeypatch.setattr(module, "run_in_background", lambda call, name: Future())
     saved.checkpoints.save(2, {})
     saved.checkpoints.write_seconds = 0.01
@@ -175,13 +175,13 @@ def test_samples_that_were_delivered_and_not_trained_on_are_trained_on_after_it(
     deliver(first.buffer, 0, 7)
     trained = first.buffer.try_sample(0.0)
     first.buffer.mark_trained(1)
-    first.buffer.try_sample(0.0)  # and not trained on
+    first.buffer.try_sample(0.0)  # not trained on
     open_lease = first.buffer.lease(LeaseRequest("maker", 10**7, 1, 1))
     first.save(1)
     second.checkpoints.restore(tmp_path / "version-1")
     again = second.buffer.lease(LeaseRequest("another", 0, 1, 1))
     assert [lease.number for lease in again] == [lease.number for lease in open_lease]
-    assert again[0].epoch > open_lease[0].epoch  # what its first maker delivers is refused
+    assert again[0].epoch > open_lease[0].epoch  # so deliveries of its first maker are refused
     second.buffer.extend([dataclasses.replace(tiny.item(again[0].number), lease=tuple(again[0]))])
     batches = [second.buffer.try_sample(0.0) for _ in range(3)]
     ids = [batch.sample_ids.tolist() for batch in (trained, *batches)]
@@ -194,10 +194,10 @@ def test_samples_that_were_delivered_and_not_trained_on_are_trained_on_after_it(
         assert tensor.dtype == other.dtype
 
 
-def test_what_was_made_for_leases_granted_after_the_checkpoint_is_refused(tmp_path):
+def test_samples_for_leases_granted_after_the_checkpoint_are_refused(tmp_path):
     trainer = Trainer(tmp_path)
     trainer.save(1)
-    late = trainer.buffer.lease(LeaseRequest("maker", 0, 0, 2))  # by one that lives on
+    late = trainer.buffer.lease(LeaseRequest("maker", 0, 0, 2))  # by a maker that survives
     for _ in range(2):
         trainer = Trainer(tmp_path)
         trainer.checkpoints.restore(tmp_path / "version-1")
@@ -208,7 +208,7 @@ def test_what_was_made_for_leases_granted_after_the_checkpoint_is_refused(tmp_pa
         late = again
 
 
-def test_a_journal_leaves_out_what_a_resumed_run_made_again(tmp_path):
+def test_a_journal_omits_events_that_a_resumed_run_repeats(tmp_path):
     journal = tmp_path / "ledger" / "stream-0.jsonl"
     first = Trainer(tmp_path, journal=lambda: Journal(journal, RULES, run="r"))
     deliver(first.buffer, 0, 6)
@@ -216,11 +216,11 @@ def test_a_journal_leaves_out_what_a_resumed_run_made_again(tmp_path):
     first.buffer.mark_trained(1)
     first.save(1)
     first.buffer.try_sample(0.0)
-    first.buffer.mark_trained(2)  # in vain
+    first.buffer.mark_trained(2)  # lost in the resume
     deliver(first.buffer, 1, 2)
     first.buffer.close()
     longer = dataclasses.replace(RULES, total_samples=60, lead=2)
-    for _ in range(2):  # and once more from the same checkpoint
+    for _ in range(2):  # twice from the same checkpoint
         open_journal = lambda: Journal(journal, longer, run="r", is_resumed=True)  # noqa: E731
         again = Trainer(tmp_path, rules=longer, journal=open_journal)
         again.checkpoints.restore(tmp_path / "version-1")
@@ -240,7 +240,7 @@ def test_a_journal_leaves_out_what_a_resumed_run_made_again(tmp_path):
     assert replayed(RULES, content.events).state() == again.buffer._ledger.state()
 
 
-def test_a_run_that_starts_over_voids_its_journal_and_refuses_what_makers_hold(tmp_path):
+def test_a_restarted_run_voids_its_journal_and_refuses_old_leases(tmp_path):
     journal = tmp_path / "ledger" / "stream-0.jsonl"
     open_journal = lambda: Journal(journal, RULES, run="r")  # noqa: E731
     first = LeasedBuffer(RULES, 2, open_journal=open_journal)
@@ -252,7 +252,7 @@ def test_a_run_that_starts_over_voids_its_journal_and_refuses_what_makers_hold(t
     second = LeasedBuffer(RULES, 2, open_journal=open_journal, incarnation=1)
     second.start_over()
     old = LeaseRequest("maker", 10**7 + 1, 1, 8)
-    assert second.lease(old) == [], "its weights are those of the trainer that died"
+    assert second.lease(old) == [], "its weights come from the trainer that died"
     again = second.lease(old._replace(number=10**7 + 2, version=0, trainer_incarnation=1))
     assert [lease.number for lease in again] == [*range(8)]
     assert held.number in range(8)
@@ -275,7 +275,7 @@ def test_the_newest_few_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-10", "version-11", "version-9"]
 
 
-def test_folders_that_are_not_ours_stay_and_so_does_what_was_just_written(tmp_path):
+def test_foreign_folders_and_the_newest_checkpoint_are_kept(tmp_path):
     for version in (5, 250, 300):
         (tmp_path / f"version-{version}").mkdir()
         (tmp_path / f"version-{version}" / "mine.txt").write_text("mine")
@@ -312,10 +312,10 @@ def test_which_versions_are_due(tmp_path):
     assert every.is_due(3, 3, was_stopped=True)
     never = Trainer(tmp_path, save_every=0, update_steps=2)
     assert not never.checkpoints.is_due(2, 4, was_stopped=False)
-    assert never.checkpoints.is_due(1, 1, was_stopped=True)  # ended early, and there is no other
+    assert never.checkpoints.is_due(1, 1, was_stopped=True)  # cut short, and there is no other
     never.save(2)
-    assert not never.checkpoints.is_due(2, 4, was_stopped=True)  # it is there
-    assert not never.checkpoints.is_due(3, 5, was_stopped=True)  # ended early, and the one before it is there
+    assert not never.checkpoints.is_due(2, 4, was_stopped=True)  # saved already
+    assert not never.checkpoints.is_due(3, 5, was_stopped=True)  # cut short, and the one before it is saved
     assert never.checkpoints.is_due(4, 7, was_stopped=True)
 
 
@@ -341,7 +341,7 @@ def test_a_kill_at_any_write_sync_or_rename_leaves_the_old_or_the_new(saved, tmp
         with monkeypatch.context() as patch:
             for owner, name in ((os, "fsync"), (os, "replace"), (Path, "write_text"), (Path, "write_bytes")):
                 patch.setattr(owner, name, passed(getattr(owner, name)))
-            patch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # the dead do not clean up
+            patch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # a killed process does not clean up
             try:
                 saved.save(2)
             except Killed:
@@ -381,7 +381,7 @@ def test_every_flipped_byte_and_every_cut_is_found(saved, tmp_path, caplog):
     assert find_checkpoint(tmp_path)[0].name == "version-2"
 
 
-def test_no_whole_checkpoint_is_an_error_and_no_fresh_start(saved, tmp_path):
+def test_a_missing_checkpoint_is_an_error_and_not_a_fresh_start(saved, tmp_path):
     with pytest.raises(CheckpointError, match="got none"):
         find_checkpoint(tmp_path / "elsewhere")
     (tmp_path / "version-1" / "state.json").write_text("{}")
@@ -405,7 +405,7 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(saved, tmp_path, monk
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
 def test_a_journal_that_is_behind_costs_the_checkpoint_of_all_ranks(tmp_path, monkeypatch, caplog, call):
-    """Else the run could continue from events that the journal never got."""
+    """Otherwise the run could resume from events that the journal does not have."""
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -428,14 +428,14 @@ def test_a_journal_that_is_behind_costs_the_checkpoint_of_all_ranks(tmp_path, mo
     trainer.save(1)
     assert "checkpoint of version 1 failed" in caplog.text
     assert not list((tmp_path / "saved").glob("version-*"))
-    of_other = trainer.checkpoints._state_of_rank()
+    of_other = trainer.checkpoints._rank_state()
     trainer.save(2)
     events = read_journal(journal).num_events
     assert [rank["events"] for rank in find_checkpoint(tmp_path / "saved")[1]["ranks"]] == [events] * 2
     trainer.buffer.close()
 
 
-def test_one_trainer_continues_what_two_have_saved_and_makes_their_unfinished_samples_again(tmp_path):
+def test_one_trainer_resumes_from_two_and_repeats_their_unfinished_samples(tmp_path):
     rules = [dataclasses.replace(RULES, stream=stream, num_streams=2) for stream in range(2)]
     first, second = (Trainer(tmp_path, rules=rules[stream]) for stream in range(2))
     for trainer, wanted in ((first, 5), (second, 3)):
@@ -451,7 +451,7 @@ def test_one_trainer_continues_what_two_have_saved_and_makes_their_unfinished_sa
     alone = Trainer(tmp_path, seed=5)
     assert alone.checkpoints.restore(tmp_path / "version-1")["version"] == 1
     assert equal(alone.weights(), first.weights())
-    # Trained on were 0, 2 and 1, 3; delivered and not trained on 4, 6, 8 and 5. The next of the second one was 7.
+    # Trained on: 0, 2 and 1, 3. Delivered but not trained on: 4, 6, 8 and 5. Next lease of the second trainer: 7.
     again = alone.buffer.lease(LeaseRequest("maker", 1, 1, 8))
     assert [lease.number for lease in again] == [4, 5, 6, 7, 8, 9, 10, 11]
     assert alone.buffer.num_items_waiting == 0

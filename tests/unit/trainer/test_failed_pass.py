@@ -1,4 +1,4 @@
-"""A pass that raises: the weights are those before it, and where models are whole, so is the next step."""
+"""A pass that raises leaves the weights unchanged, and for whole models the next step is unaffected."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def make_learner(strategy, **algorithm):
 
 
 def published(learner):
-    """All weights, as makers get them."""
+    """Return all weights, as makers receive them."""
     return {
         f"{label}.{name}": tensor.clone()
         for label, model in learner.models.items()
@@ -70,7 +70,7 @@ def fail_in_backward(_module, _inputs, output):
 
 
 def fail_once(learner, monkeypatch, model, place, call):
-    """Make the `call`-th pass of a model raise: in its second block, in the backward pass of that, or after it."""
+    """Make the `call`-th pass of a model raise: in its second block, in that block's backward pass, or in the loss."""
     layer = learner.models[model].get_submodule("model.model.layers.1" if model == "actor" else "body.layers.1").mlp
     calls = iter(range(1, call + 1))
 
@@ -91,7 +91,7 @@ def fail_once(learner, monkeypatch, model, place, call):
 
 
 def check_failures(learner, twin, monkeypatch, rounds):
-    """Some failures and then a step of both learners, again and again: only one of them ever failed."""
+    """For each round, make `learner` fail several times, then step both and assert that they agree."""
     before = published(learner)
     for step, failures in enumerate(rounds):
         for failure in failures:
@@ -109,7 +109,7 @@ def test_a_step_that_raises_leaves_nothing_for_the_next_one(make_strategy, monke
     strategy = make_strategy("ddp", compute_dtype)
     learner, twin = (make_learner(strategy, correction="decoupled") for _ in range(2))
     rounds = [
-        [("actor", "forward", 1), ("critic", "forward", 2)],  # the first passes ever
+        [("actor", "forward", 1), ("critic", "forward", 2)],  # the very first passes
         [("critic", "forward", 2), ("critic", "backward", 1)],
         [("actor", "loss", 2), ("actor", "backward", 2)],
     ]

@@ -1,4 +1,4 @@
-"""The order in which training happens, call by call."""
+"""The order of calls in the training loop."""
 
 import logging
 import weakref
@@ -19,7 +19,7 @@ def batch(number):
 
 
 class Buffer(SampleBuffer):
-    """Notes what is given back."""
+    """Records the batches that are given back."""
 
     num_items_waiting = 0
 
@@ -37,7 +37,7 @@ class Buffer(SampleBuffer):
 
 
 class Recorder(Trainer):
-    """Hands out numbered batches and writes down everything that happens."""
+    """Trains on numbered batches and records all events."""
 
     def __init__(self, *, num_available=1000, agree=None, should_stop=lambda: False, seed=0):
         self.events = []
@@ -65,7 +65,7 @@ class Recorder(Trainer):
 
     @property
     def num_fresh(self):
-        """Batches that were trained on when it was last asked to save."""
+        """Batches trained on at the last `checkpoint` call."""
         return self.saved[-1][0]
 
     def next_batch(self):
@@ -97,13 +97,13 @@ def test_the_exact_sequence_for_five_batches_in_episodes_of_two_with_three_epoch
     trained = recorder.trained
     expected = ["fit_start"]
     position = 0
-    for episode, fresh in enumerate(([0, 1], [2, 3], [4])):  # the remainder is an episode of its own
+    for episode, fresh in enumerate(([0, 1], [2, 3], [4])):  # the remainder forms the last episode
         expected.append(f"episode_start {episode}")
         for epoch in range(3):
             order = trained[position : position + len(fresh)]
             assert sorted(order) == fresh
             if epoch == 0:
-                assert order == fresh  # as they come
+                assert order == fresh  # in order of arrival
             position += len(fresh)
             expected.append(f"epoch_start {epoch}")
             for number in order:
@@ -130,11 +130,11 @@ def test_later_epochs_are_shuffled_differently_and_repeatably():
     assert len(set(offsets)) == 4  # no two epochs of a run share their order
 
 
-def test_when_data_ends_early_the_part_of_an_episode_is_trained_and_published(caplog):
+def test_when_data_ends_early_a_partial_episode_is_trained_and_published(caplog):
     recorder = Recorder(num_available=3)
     recorder.fit(6, 2, 2)
     assert recorder.num_fresh == 3
-    assert recorder.trained[4:] == [2, 2]  # the one batch of the second episode, in both epochs
+    assert recorder.trained[4:] == [2, 2]  # the single batch of the second episode, in both epochs
     assert recorder.events.count("publish") == 2
     assert recorder.events[-1] == "fit_end"
     assert [record.getMessage() for record in caplog.records] == [
@@ -160,8 +160,8 @@ def test_a_stop_ends_training_after_the_episode():
     assert recorder.events[-1] == "fit_end"
 
 
-def test_a_stop_in_the_middle_of_an_episode_is_called_a_stop(caplog):
-    # A batch source that gives None once it is stopped, as those of both trainers do.
+def test_a_stop_in_the_middle_of_an_episode_is_reported_as_a_stop(caplog):
+    # A batch source that returns None once stopped, as in both trainers.
     recorder = Recorder(num_available=3, should_stop=lambda: len(recorder.trained) >= 3)
     recorder.fit(10, 2)
     assert recorder.num_fresh == 3
@@ -171,7 +171,7 @@ def test_a_stop_in_the_middle_of_an_episode_is_called_a_stop(caplog):
 
 
 def test_a_batch_is_dropped_with_a_warning_if_another_rank_was_stopped(caplog):
-    # Asked before each episode and for each batch: episode, batch 0, batch 1, and there another rank says no.
+    # Called before each episode and for each batch: episode, batch 0, batch 1, where another rank was stopped.
     answers = iter([True, True, False])
     asked = []
 
@@ -192,7 +192,7 @@ def test_a_batch_is_dropped_with_a_warning_if_another_rank_was_stopped(caplog):
 
 def test_a_rank_without_data_takes_the_steps_of_the_others_with_empty_batches():
     asked, sizes = [], []
-    others = iter([True] * 8 + [False])  # another rank has more data than we, and then none either
+    others = iter([True] * 8 + [False])  # another rank has more data, and then none either
 
     def agree(has_data, is_stopped):
         asked.append((has_data, is_stopped))
@@ -215,12 +215,12 @@ def test_a_rank_without_data_takes_the_steps_of_the_others_with_empty_batches():
     recorder = OneBatch(agree=agree)
     recorder.fit(100, 2, 2)
     assert recorder.num_fresh == 9
-    assert sorted(sizes[2:4]) == [0, 1]  # the second epoch has both again
+    assert sorted(sizes[2:4]) == [0, 1]  # the second epoch repeats both
     assert [*sizes[:2], *sizes[4:]] == [1, 0, "publish", *[0, 0, 0, 0, "publish"] * 3, 0, 0, "publish"]
     assert set(asked) == {(True, False), (False, False)}
 
 
-def test_a_stopped_rank_says_so_and_not_that_it_has_no_data():
+def test_a_stopped_rank_reports_the_stop_and_not_missing_data():
     asked = []
 
     def agree(has_data, is_stopped):
@@ -233,12 +233,12 @@ def test_a_stopped_rank_says_so_and_not_that_it_has_no_data():
     assert asked == [(True, False), (True, False), (False, True)]
 
 
-def test_ranks_agree_on_a_stop_so_that_none_goes_on_alone():
+def test_ranks_agree_on_a_stop():
     asked = []
 
     def agree(*mine):
         asked.append(mine)
-        return len(asked) < 3  # another rank was told to stop; this one was not
+        return len(asked) < 3  # another rank was stopped; this one was not
 
     recorder = Recorder(agree=agree)
     recorder.fit(4, 1)
@@ -251,7 +251,7 @@ def test_ranks_agree_on_a_stop_so_that_none_goes_on_alone():
     ("arguments", "name"),
     [((0, 1, 1), "total_steps"), ((1, 0, 1), "update_steps"), ((1, 1, 0), "train_epochs")],
 )
-def test_zeros_are_refused_before_anything_happens(arguments, name):
+def test_zeros_are_refused_before_training_starts(arguments, name):
     recorder = Recorder()
     with pytest.raises(ConfigError, match=f"fit's {name} must be 1 or more, got 0"):
         recorder.fit(*arguments)

@@ -1,4 +1,4 @@
-"""What ranks tell each other about a batch, without ranks: numbers of parts make the numbers of the whole."""
+"""Reducing a step's numbers over ranks, without ranks: numbers of the parts combine to those of the whole batch."""
 
 import pytest
 import torch
@@ -12,19 +12,19 @@ MASK = torch.tensor([[True, True, False], [True, True, True], [True, False, Fals
 
 
 def numbers_of(rows):
-    """What a rank with these rows knows."""
+    """Return the numbers of a rank with these rows."""
     values, mask = VALUES[rows], MASK[rows]
     numbers = StepNumbers()
     numbers.add("tokens", mask.sum())
-    numbers.add("tokens", torch.tensor(0))  # of another micro-batch
-    numbers.largest("largest", values[mask].max() if mask.any() else torch.tensor(0.0))
-    numbers.largest("largest", torch.tensor(-1.0))
+    numbers.add("tokens", torch.tensor(0))  # from another micro-batch
+    numbers.add_maximum("largest", values[mask].max() if mask.any() else torch.tensor(0.0))
+    numbers.add_maximum("largest", torch.tensor(-1.0))
     numbers.moments["values"] = masked_moments(values, mask)
     return numbers
 
 
 @pytest.mark.parametrize("parts", [[[0], [1], [2]], [[0, 1], [2]], [[0, 1, 2], []]])
-def test_parts_join_to_the_whole(parts):
+def test_parts_combine_to_the_whole(parts):
     everyone = [numbers_of(rows) for rows in parts]
     rows = torch.stack([numbers.as_vector() for numbers in everyone])
     whole = numbers_of([0, 1, 2])
@@ -43,7 +43,7 @@ def test_parts_join_to_the_whole(parts):
         assert joined.moments["values"].mean.item() == pytest.approx(whole.moments["values"].mean.item())
 
 
-def test_one_rank_keeps_its_numbers_to_the_bit():
+def test_a_single_rank_keeps_its_numbers_unchanged():
     numbers = numbers_of([0, 2])
     assert numbers.over_all_ranks(lambda vector: vector[None]) is numbers
 
@@ -58,6 +58,6 @@ def test_equal_numbers_on_all_ranks_have_no_variance_and_no_tokens_no_moments():
     assert joined((5.0, 0), (2.0, 1)).mean.item() == 2.0
 
 
-def test_explained_variance_of_targets_that_are_all_the_same_is_zero():
+def test_explained_variance_of_constant_targets_is_zero():
     constant = masked_moments(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool))
     assert explained_variance(constant, constant) == 0.0

@@ -1,4 +1,4 @@
-"""The policy's objective and the learner without a critic: against slow sums over single tokens, in float64."""
+"""The policy's objective and the learner without a critic, compared with token-by-token sums in float64."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ from coati.trainer.strategies import DDPStrategy
 
 LENGTHS = [3, 1, 2]
 MASK = torch.tensor([[position < length for position in range(3)] for length in LENGTHS])
-POSITIVE = 3  # tokens of the responses with a reward
+POSITIVE = 3  # tokens of the responses with a positive reward
 IN_LOSS = {"kl_in": "loss", "kl_coef": 1.0, "kl_estimator": "k3", "correction": "none"}
 DECOUPLED = {"correction": "decoupled", "importance_cap": 1.5}
 
@@ -70,7 +70,7 @@ def slow_surrogate(log_ratio, logprob, gain, settings):
 
 
 def slow_objective(current, part, advantages, settings):
-    """The loss and the KL term, one token after the other."""
+    """Compute the loss and the KL term token by token."""
     num_tokens, num_sequences = sum(LENGTHS), len(LENGTHS)
     loss = kl_term = 0.0
     for row, length in enumerate(LENGTHS):
@@ -121,7 +121,7 @@ COUNTS = StepCounts(
 
 
 @pytest.mark.parametrize("settings", LOSSES)
-def test_loss_and_kl_term_are_what_their_definitions_say(settings):
+def test_loss_and_kl_term_match_their_definitions(settings):
     part, advantages, current = make_part(), numbers(7, -2, 2), numbers(9)
     found = policy_objective(current, part, advantages, COUNTS, settings)
     loss, kl_term = slow_objective(current, part, advantages, settings)
@@ -129,7 +129,7 @@ def test_loss_and_kl_term_are_what_their_definitions_say(settings):
     assert float(found.kl_term) == pytest.approx(kl_term, abs=1e-12)
     if settings.loss == "sapo":
         return
-    assert float(found.clip_fraction) > 0  # the range was reached, so the test can tell
+    assert float(found.clip_fraction) > 0  # some tokens are clipped, so the test covers clipping
 
 
 def test_masks_drop_some_of_these_tokens_and_keep_some():
@@ -158,7 +158,7 @@ def test_micro_batches_add_up_and_padding_cannot_matter(settings):
     assert whole[MASK].any()
 
 
-def test_the_kl_to_watch_is_from_the_policy_that_wrote_the_tokens_whatever_the_ratio():
+def test_approx_kl_is_relative_to_the_behavior_policy_for_any_ratio():
     part, current = make_part(), numbers(9)
     for settings in (OBJECTIVES[4], OBJECTIVES[9]):  # GSPO, plain and decoupled
         expected = 0.0
@@ -170,7 +170,7 @@ def test_the_kl_to_watch_is_from_the_policy_that_wrote_the_tokens_whatever_the_r
         assert float(found.approx_kl) == pytest.approx(expected, abs=1e-12)
 
 
-def test_how_far_the_data_is_from_the_policy_by_hand():
+def test_off_policy_metrics_by_hand():
     # weights 4, 0.5 and 2 of tokens, cap 1.9: two of three above, which the mask drops; |log| = 2 log 2, log 2, log 2
     part = make_part().select(slice(0, 2))
     part.action_mask = torch.tensor([[True, True, False], [True, False, False]])
@@ -190,7 +190,7 @@ def test_how_far_the_data_is_from_the_policy_by_hand():
 
 
 def clip_of_ones_own(log_ratio, advantages, *, low=0.2):
-    """PPO's clip as a user would write it."""
+    """PPO's clipped loss, as a user would write it."""
     ratio = log_ratio.exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1.2) * advantages)
 
@@ -214,7 +214,7 @@ def own(name, **settings):
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence"])
-def test_a_loss_of_ones_own_is_trained_on_as_the_built_in_one_of_the_same_formula(normalization):
+def test_a_custom_loss_trains_like_the_built_in_loss_of_the_same_formula(normalization):
     found, expected = [], []
     for settings, results in [
         (own("clip_of_ones_own", normalization=normalization), found),
@@ -227,7 +227,7 @@ def test_a_loss_of_ones_own_is_trained_on_as_the_built_in_one_of_the_same_formul
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_loss_of_ones_own_gets_every_tensor_that_it_names_without_padding():
+def test_a_custom_loss_gets_every_tensor_that_it_names_without_padding():
     part, advantages, current = make_part(), numbers(7, -2, 2), numbers(9)
     part.reward = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     terms = -advantages * current + (current - part.action_log_probs) * part.reward.unsqueeze(1)
@@ -236,7 +236,7 @@ def test_a_loss_of_ones_own_gets_every_tensor_that_it_names_without_padding():
     assert found.loss.item() == pytest.approx(float(terms[MASK].sum()) / sum(LENGTHS), rel=1e-12)
 
 
-def test_a_loss_beside_the_settings_is_found_by_name_once_it_was_loaded(tmp_path, monkeypatch):
+def test_a_loss_next_to_the_settings_is_found_by_name_once_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "loss_beside.py").write_text("def plain(logprobs, advantages):\n    return -logprobs * advantages\n")
     with pytest.raises(ConfigError, match=r"algorithm\.loss: .*loss_beside"):
@@ -255,13 +255,13 @@ def test_a_loss_beside_the_settings_is_found_by_name_once_it_was_loaded(tmp_path
         ("missing", ConfigError, "missing"),
     ],
 )
-def test_a_loss_of_ones_own_that_cannot_be_used_is_refused(name, error, message):
+def test_an_unusable_custom_loss_is_refused(name, error, message):
     with pytest.raises(error, match=message):
         policy_objective(numbers(9), make_part(), numbers(7), COUNTS, own(name))
 
 
 def learning_curve(settings, *, staleness, seed):
-    """Chances of the one right token of eight, while a policy of one position learns from 64 samples a version."""
+    """Train a one-token policy on 64 samples per version; return the probability of the correct token in each."""
     generator = torch.Generator().manual_seed(seed)
     settings = settings.resolved(staleness)
     logits = torch.zeros(8, dtype=torch.float64, requires_grad=True)
@@ -295,7 +295,7 @@ def test_every_loss_learns(loss, staleness):
     chances = learning_curve(AlgorithmSettings(name="grpo", kl_coef=0, loss=loss), staleness=staleness, seed=0)
     assert chances[0] == pytest.approx(1 / 8)
     assert chances[20] > chances[5] > chances[0]
-    if loss == "geometric_mask" and staleness:  # by fits and starts: data of other weights is not within a thousandth
+    if loss == "geometric_mask" and staleness:  # learns slowly: off-policy data exceeds the tight range
         assert 0.2 < chances[-1] < 0.9
     else:
         assert chances[-1] > 0.9
@@ -333,7 +333,7 @@ def weights(learner):
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence"])
-def test_cut_responses_are_learnt_from_as_if_they_were_not_there(actor, normalization):
+def test_masked_cut_responses_have_no_influence(actor, normalization):
     part = make_part()
     part.is_cut = torch.tensor([False, True, False])
     masking = learner_of(actor, normalization=normalization, mask_cut_responses=True, **IN_LOSS)
@@ -345,7 +345,7 @@ def test_cut_responses_are_learnt_from_as_if_they_were_not_there(actor, normaliz
     assert unmasked.step(part)["train/tokens"] == 6
 
 
-def test_without_a_critic_the_actor_learns_and_nothing_is_said_of_values(actor):
+def test_without_a_critic_the_actor_learns_and_value_metrics_are_absent(actor):
     learner = learner_of(actor, normalization="sequence", **IN_LOSS)
     before = weights(learner)
     metrics = learner.step(make_part())
@@ -370,7 +370,7 @@ def test_steps_in_micro_batches_are_the_same_steps(actor, settings):
         for size in (0, 1, 2)
     ]
     whole, *others = ([learner.step(make_part()) for _ in range(2)] and weights(learner) for learner in learners)
-    # The rows have a prompt in common, computed once for the whole batch; the model's norms round to float32.
+    # The rows share a prompt, computed once for the whole batch; the model's norms round to float32.
     for other in others:
         torch.testing.assert_close(other, whole, atol=1e-7, rtol=0)
 
@@ -398,13 +398,13 @@ def test_distillation_as_a_reward_and_as_a_loss_is_the_gradient_of_the_reverse_k
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_in_distillation_a_token_answers_for_itself_alone():
+def test_in_distillation_each_token_gets_only_its_own_signal():
     kl = torch.tensor([[0.5, -0.25, 1.0], [2.0, 0.0, 0.0]])
     mask = torch.tensor([[True, True, True], [True, False, False]])
     tokens = torch.zeros(2, 4, dtype=torch.long)
     batch = Experience(tokens, kl * 0, kl * 0, torch.tensor([0.0, 3.0]), kl, kl * 0, None, mask)
     advantages, _ = estimate_advantages(batch, AlgorithmSettings(name="distill"))
-    assert advantages.tolist() == [[-0.5, 0.25, -1.0], [1.0, 0.0, 0.0]]  # a score is the last token's
+    assert advantages.tolist() == [[-0.5, 0.25, -1.0], [1.0, 0.0, 0.0]]  # the score goes to the last token
 
 
 def test_the_nll_term_is_of_the_rewarded_responses_of_the_whole_batch(actor):
@@ -421,12 +421,12 @@ def test_the_nll_term_is_of_the_rewarded_responses_of_the_whole_batch(actor):
 def test_the_kl_coefficient_follows_its_target_and_is_part_of_a_checkpoint(actor):
     learner = learner_of(actor, kl_target=1e-3, **IN_LOSS)
     metrics = [learner.step(make_part()) for _ in range(2)]
-    assert metrics[0]["policy/kl_loss"] > 0.0012  # so far above that the error is cut off at 20 %
+    assert metrics[0]["policy/kl_loss"] > 0.0012  # so far above the target that the relative error is clipped at 20 %
     assert [row["policy/kl_coef"] for row in metrics] == pytest.approx([1.0, 1.02])
     resumed = learner_of(actor, kl_target=1e-3, **IN_LOSS)
     resumed.restore(learner.state())
     assert resumed.step(make_part())["policy/kl_coef"] == pytest.approx(1.02**2)
-    older = {"counts": learner.state()["counts"]}  # of a version without it
+    older = {"counts": learner.state()["counts"]}  # a state saved before kl_coef existed
     resumed = learner_of(actor, kl_target=1e-3, **IN_LOSS)
     resumed.restore(older)
     assert resumed.step(make_part())["policy/kl_coef"] == 1.0
@@ -441,6 +441,6 @@ def test_a_kl_term_alone_pulls_the_policy_to_the_reference(actor):
     assert terms[-1] < terms[0]
 
 
-def test_settings_that_cannot_be_are_refused(actor):
+def test_impossible_settings_are_refused(actor):
     with pytest.raises(ConfigError, match="max_response_tokens must be 1 or more"):
         learner_of(actor, normalization="constant")

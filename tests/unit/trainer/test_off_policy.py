@@ -1,4 +1,4 @@
-"""The learner on data of an older policy: nothing changes on-policy, and off-policy by the right amount."""
+"""Corrections for data from an older policy: no effect on-policy, and the correct effect off-policy."""
 
 import copy
 import dataclasses
@@ -41,7 +41,7 @@ def models():
 
 
 def make_batch(models, *, shift=0.0):
-    """What the models themselves would have written; `shift` is how far the behavior policy was away, in nats."""
+    """Build a batch as if sampled from the models; `shift` is the distance to the behavior policy, in nats."""
     actor, critic = models
     generator = torch.Generator().manual_seed(1)
     sequences = torch.randint(1, 13, (4, 7), generator=generator)
@@ -94,7 +94,7 @@ CORRECTIONS = [
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
-def test_on_policy_data_is_learnt_from_exactly_as_by_plain_ppo(models, plain, correction):
+def test_on_policy_steps_equal_plain_ppo_exactly(models, plain, correction):
     corrected, metrics = trained(models, make_batch(models), **correction)
     for name, tensor in plain[0.0].items():
         torch.testing.assert_close(corrected[name], tensor, atol=1e-12, rtol=0)
@@ -103,7 +103,7 @@ def test_on_policy_data_is_learnt_from_exactly_as_by_plain_ppo(models, plain, co
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
-def test_off_policy_data_is_learnt_from_differently(models, plain, correction):
+def test_off_policy_steps_differ_from_plain_ppo(models, plain, correction):
     corrected, metrics = trained(models, make_batch(models, shift=0.5), **correction)
     assert any((corrected[name] - tensor).abs().max() > 1e-6 for name, tensor in plain[0.5].items())
     assert metrics["off_policy/effective_samples"] < 0.99
@@ -119,7 +119,7 @@ def test_micro_batches_do_not_matter(models, correction):
 
 
 def test_the_first_decoupled_step_is_the_weighted_policy_gradient(models):
-    # current = proximal at first sight, so the ratio is 1 and the gradient is -Σ w · A · ∇log π / tokens.
+    # In the first step current = proximal, so the ratio is 1 and the gradient is -Σ w · A · ∇log π / tokens.
     batch = make_batch(models, shift=0.5)
     mask = batch.action_mask
     actor = copy.deepcopy(models[0])
@@ -132,7 +132,7 @@ def test_the_first_decoupled_step_is_the_weighted_policy_gradient(models):
     learner = learner_of(models, correction="decoupled")
     seen = []
     learner.strategy.clip_grad_norm = lambda model, _: (
-        seen.append(  # the gradients as they are before the step
+        seen.append(  # the gradients before the step
             {name: p.grad.clone() for name, p in model.named_parameters()}
         )
         or torch.tensor(1.0)
@@ -151,10 +151,10 @@ def test_later_epochs_are_held_to_the_proximal_policy_of_the_first(models):
     assert metrics["policy/ratio_max"] > 1.0  # the policy has moved away from it
 
 
-def test_the_proximal_policy_is_asked_in_the_pass_itself(models):
+def test_proximal_log_probs_come_from_the_pass_itself(models):
     batch = make_batch(models, shift=0.5)
     expected, _ = action_logprobs(models[0], batch.sequences, batch.attention_mask, batch.num_actions)
-    models[0].lora_dropout = torch.nn.Dropout(0.5)  # which is off
+    models[0].lora_dropout = torch.nn.Dropout(0.5)  # the learner turns it off
     learner = learner_of(models, micro_batch_size=3, correction="decoupled")
     calls = []
     learner.actor.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -163,7 +163,7 @@ def test_the_proximal_policy_is_asked_in_the_pass_itself(models):
         calls.clear()
         learner.step(batch)
         counts.append(len(calls))
-    assert counts == [2, 2]  # two micro-batches, each asked once
+    assert counts == [2, 2]  # two micro-batches, one call each
     mask = batch.full_action_mask()
     torch.testing.assert_close(batch.proximal_log_probs, expected.masked_fill(~mask, 0.0).detach(), atol=1e-12, rtol=0)
 
@@ -175,7 +175,7 @@ def test_an_empty_batch_gets_proximal_log_probs_like_those_of_other_ranks(models
     assert batch.proximal_log_probs.shape == (0, 1)
 
 
-def test_a_batch_that_was_prepared_travels_through_dataclass_copies(models):
+def test_proximal_log_probs_survive_dataclass_copies(models):
     batch = make_batch(models, shift=0.5)
     learner_of(models, correction="decoupled").step(batch)
     assert dataclasses.replace(batch).proximal_log_probs is not None

@@ -38,7 +38,7 @@ def test_equals_torch(dtype, weight_decay, adamw_mode):
     assert_same(ours, reference)
 
 
-def test_modes_differ_so_the_test_above_can_fail():
+def test_adam_and_adamw_modes_differ():
     coupled, decoupled = tiny_net(), tiny_net()
     train(coupled, HybridAdam(coupled.parameters(), 1e-2, weight_decay=0.1, adamw_mode=False))
     train(decoupled, HybridAdam(decoupled.parameters(), 1e-2, weight_decay=0.1))
@@ -47,7 +47,7 @@ def test_modes_differ_so_the_test_above_can_fail():
 
 
 @pytest.mark.parametrize("direction", ["from_torch", "to_torch"])
-def test_state_dict_travels_between_hybrid_adam_and_adamw(direction):
+def test_hybrid_adam_and_adamw_exchange_state_dicts(direction):
     settings = {"lr": 1e-2, "weight_decay": 0.1}
     uninterrupted = tiny_net()
     train(uninterrupted, torch.optim.AdamW(uninterrupted.parameters(), **settings), steps=6)
@@ -75,7 +75,7 @@ def test_loading_adam_state_does_not_change_the_decay_mode():
 
 
 class Kernels(TorchDispatchMode):
-    """Notes the optimizer kernels that run in here, each with the format of the parameters it got."""
+    """Records the optimizer kernels that run in this context, with the dtype of their parameters."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ class Kernels(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("adamw_mode", "kernel"), [(True, "_fused_adamw_"), (False, "_fused_adam_")])
-def test_steps_are_fused_for_every_dtype_also_after_loading_a_state_that_was_not(adamw_mode, kernel):
+def test_steps_are_fused_for_every_dtype_even_after_loading_unfused_state(adamw_mode, kernel):
     params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
     optimizer = HybridAdam(params, adamw_mode=adamw_mode)
     for param in params:

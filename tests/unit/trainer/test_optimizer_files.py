@@ -1,4 +1,4 @@
-"""Optimizer files that were damaged by hand: each is refused with a reason, and the optimizer stays as it was."""
+"""Damaged optimizer files are refused with a reason, and the optimizer stays unchanged."""
 
 import json
 
@@ -41,7 +41,7 @@ def saved(tmp_path):
 
 
 def change_tensors(change):
-    """Rewrite the file with what `change` makes of its tensors."""
+    """Apply `change` to the tensors in the file."""
     return lambda folder: save_file(
         change(load_file(folder / "optimizer.safetensors")), folder / "optimizer.safetensors"
     )
@@ -98,13 +98,13 @@ def test_damage_is_named_and_nothing_is_loaded(saved, damage, message):
     assert_same_state(state_of(optimizer), before)
 
 
-def test_what_was_saved_comes_back_to_the_bit(saved):
+def test_saved_state_is_restored_bit_for_bit(saved):
     optimizer = make_optimizer(2, steps=0)
     DDPStrategy(device="cpu").load_optimizer(optimizer, saved)
     assert_same_state(state_of(optimizer), state_of(make_optimizer(1)))
 
 
-def test_state_that_was_wrong_before_it_was_saved_is_no_state(tmp_path):
+def test_state_that_was_saved_wrong_is_refused(tmp_path):
     optimizer = make_optimizer(1)
     optimizer.state[optimizer.param_groups[0]["params"][1]]["exp_avg_sq"] = torch.zeros(1)
     strategy = DDPStrategy(device="cpu")
@@ -128,7 +128,7 @@ def test_a_malformed_index_of_a_model_is_refused(tmp_path, index):
 
 
 @pytest.mark.parametrize("kind", ["model", "optimizer"])
-def test_a_rank_that_fails_while_it_loads_tells_the_others(kind, monkeypatch, tmp_path):
+def test_a_rank_that_fails_to_load_informs_the_others(kind, monkeypatch, tmp_path):
     strategy = DDPStrategy(device="cpu")
     votes = []
     monkeypatch.setattr(strategy, "all_reduce_sum", lambda vote: votes.append(int(vote)) or vote)
@@ -147,4 +147,4 @@ def test_a_rank_that_fails_while_it_loads_tells_the_others(kind, monkeypatch, tm
     }
     with pytest.raises(OSError, match="the disk is gone"):
         load[kind]()
-    assert votes == [0, 1]  # what was checked is right, and then it failed
+    assert votes == [0, 1]  # the check passed, then loading failed

@@ -1,4 +1,4 @@
-"""Steps by token budget, with activations made anew, and without any [tokens, vocabulary] tensor: the same steps."""
+"""Token budgets, activation checkpointing and chunked logits do not change the result of a step."""
 
 import contextlib
 import copy
@@ -81,7 +81,7 @@ def learner_of(models, **changes):
 
 
 def calls_of(module):
-    """Grows by the number of tokens of each call of the module."""
+    """Return a list that collects the number of tokens of each call of the module."""
     seen = []
     module.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append((kwargs.get("input_ids", args[0] if args else None)).numel()),
@@ -118,12 +118,12 @@ def test_passes_keep_to_the_budget_compute_no_padding_and_give_the_same_step(tem
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-9)
 
 
-def test_where_padding_is_computed_it_counts(template, monkeypatch):
+def test_computed_padding_counts_towards_the_budget(template, monkeypatch):
     monkeypatch.setattr("coati.models.actor.scoring_problem", lambda model: "it is not to")
     learner = learner_of(template, micro_batch_tokens=20)
     seen = calls_of(learner.actor.model)
     learner.step(make_batch())
-    assert seen == [18, 18, 18]  # two rows of nine columns at a time
+    assert seen == [18, 18, 18]  # two rows of nine columns per pass
 
 
 def test_padded_and_packed_steps_are_the_same_step(template, monkeypatch):
@@ -133,7 +133,7 @@ def test_padded_and_packed_steps_are_the_same_step(template, monkeypatch):
     monkeypatch.setattr("coati.models.value_head.packing_problem", lambda model: "it is not to")
     seen = calls_of(padded.critic.body)
     metrics.append(padded.step(make_batch()))
-    assert seen == [6 * 9]  # it did compute the padding
+    assert seen == [6 * 9]  # padding was computed
     assert furthest(packed, padded) < 1e-10
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-9)
 
@@ -157,13 +157,13 @@ def test_a_step_never_holds_the_logits_of_the_batch(template, monkeypatch):
     learner = learner_of(template)
     with LargestTensor() as seen:
         learner.step(make_batch())
-    head = VOCAB * CONFIG.hidden_size  # its gradient is as large as it is
+    head = VOCAB * CONFIG.hidden_size  # its gradient has the same size
     assert seen.largest == max(head, sum(LENGTHS) * CONFIG.intermediate_size)
     assert seen.largest < sum(RESPONSES) * VOCAB
 
 
 @pytest.mark.parametrize("lora", [None, LoRASettings(rank=2)])
-def test_activations_made_anew_give_the_same_step(template, lora):
+def test_activation_checkpointing_gives_the_same_step(template, lora):
     models = template
     if lora is not None:
         torch.manual_seed(0)
@@ -179,10 +179,10 @@ def test_activations_made_anew_give_the_same_step(template, lora):
     assert counts == [1, 2]
     assert furthest(*learners) < 1e-12
     attention = next(m for n, m in learners[1].actor.named_modules() if n.endswith("layers.1.self_attn"))
-    assert not attention.training  # nothing inside of the blocks believes to be in training
+    assert not attention.training  # modules inside the blocks are not in training mode
 
 
-def test_blocks_that_apply_dropout_themselves_do_not_where_activations_are_made_anew():
+def test_activation_checkpointing_disables_dropout_inside_blocks():
     model = tiny.decoder("opt", dropout=0.5)
     ids, mask = torch.arange(3, 11).unsqueeze(0), torch.ones(1, 8, dtype=torch.long)
     expected = model(ids, mask).logits
@@ -191,7 +191,7 @@ def test_blocks_that_apply_dropout_themselves_do_not_where_activations_are_made_
     assert torch.equal(model(ids, mask).logits, expected)
 
 
-def test_models_that_cannot_make_activations_anew_or_have_no_blocks_are_refused():
+def test_models_without_checkpointing_or_blocks_are_refused():
     with pytest.raises(ConfigError, match=r"activation_checkpointing needs transformers models .* got Linear"):
         checkpoint_activations(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="compile needs a model with two or more blocks, got Linear"):
@@ -204,7 +204,7 @@ def test_models_that_cannot_make_activations_anew_or_have_no_blocks_are_refused(
         ("cpu", "CXX", "", {"g++"}, None),
         ("cpu", "CXX", "ccache my++", {"ccache"}, None),
         ("cpu", "CXX", "", {"gcc"}, r"g\+\+ or clang\+\+, or the compiler that CXX names, .* got none. Install one"),
-        ("cpu", "CXX", "my++", {"g++"}, r"got CXX = 'my\+\+', which is no program"),
+        ("cpu", "CXX", "my++", {"g++"}, r"got CXX = 'my\+\+', which is not a program"),
         ("cuda", "CC", "", {"gcc"}, None),
         ("cuda", "CC", "", {"g++"}, "gcc or clang, or the compiler that CC names, .* set train.compile to false"),
     ],
@@ -225,7 +225,7 @@ def test_compile_takes_the_blocks_and_nothing_else(template, monkeypatch):
     assert asked == [torch.device("cpu")]
 
 
-def test_adam_is_fused_and_other_optimizers_are_left_as_they_are():
+def test_adam_is_fused_and_other_optimizers_are_unchanged():
     adam, sgd = (make_optimizer(kind, nn.Linear(2, 2), 0.1) for kind in (torch.optim.Adam, torch.optim.SGD))
     assert adam.param_groups[0]["fused"]
     assert sgd.param_groups[0]["fused"] is None

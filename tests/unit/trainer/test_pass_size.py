@@ -1,4 +1,4 @@
-"""Passes that run out of memory: the step is made again with half of the tokens, as if they had never been more."""
+"""A step whose pass runs out of memory starts over with half the tokens, and gives the result of that size."""
 
 import contextlib
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ NUM_SAMPLES, SAMPLE_TOKENS = 8, 5
 
 @pytest.fixture(autouse=True)
 def first_size(monkeypatch):
-    """A batch of these tests, 40 tokens, is one pass at first."""
+    """Make the initial size larger than a batch of these tests, which has 40 tokens."""
     monkeypatch.setattr(steps_module, "FIXED_PASS", 64)
 
 
@@ -40,7 +40,7 @@ def make_learner(tokens="auto", models=None, **settings):
 
 @contextlib.contextmanager
 def memory_for(limit, learner, label="actor", *, backward=False, error=None):
-    """A device whose memory ends where a model's pass has more tokens; yields the tokens of all its passes."""
+    """Make passes of a model fail above `limit` tokens; yields the list of tokens of all its passes."""
     seen = []
     fits = (lambda tokens: tokens <= limit()) if callable(limit) else (lambda tokens: tokens <= limit)
     error = error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -72,12 +72,12 @@ def published(learner):
 
 
 def assert_same_steps(learner, twin, num_steps=2):
-    """Steps of both give the same bits and metrics; the first one of `learner` may start over."""
+    """Assert that steps of both give bit-identical results; the first step of `learner` may start over."""
     for step in range(num_steps):
         ours, theirs = (make_batch(100 * step) for _ in range(2))
         assert learner.step(ours) == twin.step(theirs)
         for (name, tensor), (_, other) in zip(ours.tensors(), theirs.tensors(), strict=True):
-            assert torch.equal(tensor, other), name  # what the step prepared for later epochs too
+            assert torch.equal(tensor, other), name  # including what the step added for later epochs
     weights = published(twin)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in published(learner).items())
     for label, optimizer in twin.optimizers.items():
@@ -90,11 +90,11 @@ def assert_same_steps(learner, twin, num_steps=2):
     ("label", "backward", "correction"),
     [("actor", False, "none"), ("actor", True, "decoupled"), ("critic", False, "decoupled")],
 )
-def test_a_step_that_starts_over_is_that_of_the_smaller_size(label, backward, correction):
+def test_a_step_that_starts_over_equals_one_of_the_smaller_size(label, backward, correction):
     learner, twin = make_learner(correction=correction), make_learner(16, correction=correction)
     with memory_for(20, learner, label, backward=backward) as seen:
         assert_same_steps(learner, twin)
-    # 40 tokens fail, and so do the 30 that fit into half of 64; the second step begins with what fits.
+    # 40 tokens fail, and so do 30, the most under half of 64; the second step starts with the size that fits.
     assert [tokens for tokens in seen if tokens > 20] == [40, 30]
     assert learner.step(make_batch())["train/micro_batch_tokens"] == 16
 
@@ -103,19 +103,19 @@ def test_a_single_sample_that_does_not_fit_is_an_error_and_leaves_nothing_behind
     learner, twin = make_learner(), make_learner(8, activation_checkpointing=True)
     with memory_for(4, learner), pytest.raises(OutOfMemory, match=r"1 samples, 5 tokens.*rollout\.max_new_tokens"):
         learner.step(make_batch())
-    assert_same_steps(learner, twin)  # at the size that it had come to
+    assert_same_steps(learner, twin)  # at the size that it had reached
 
 
-def test_activations_are_checkpointed_when_a_single_sample_does_not_fit_without():
+def test_checkpointing_is_turned_on_when_a_single_sample_does_not_fit():
     learner, twin = make_learner(), make_learner(16, activation_checkpointing=True)
     block = learner.actor.model.model.layers[0]
     with memory_for(lambda: 20 if block.gradient_checkpointing else 4, learner) as seen:
         assert_same_steps(learner, twin)
-    assert seen[:6] == [40, 30, 15, 5, 40, 30]  # all sizes without, then with, until one fits
+    assert seen[:6] == [40, 30, 15, 5, 40, 30]  # all sizes without checkpointing, then with it until one fits
     assert all(tokens <= 20 for tokens in seen[6:])
 
 
-def test_a_model_that_cannot_checkpoint_is_out_of_memory():
+def test_a_model_without_checkpointing_support_raises_out_of_memory():
     learner = make_learner()
     learner.models["critic"].body.supports_gradient_checkpointing = False
     with memory_for(4, learner, "critic"), pytest.raises(OutOfMemory, match="1 samples"):
@@ -123,7 +123,7 @@ def test_a_model_that_cannot_checkpoint_is_out_of_memory():
 
 
 @pytest.mark.parametrize("tokens", [64, 0])
-def test_a_number_is_not_changed(tokens):
+def test_a_fixed_size_is_not_changed(tokens):
     learner = make_learner(tokens)
     before = published(learner)
     with memory_for(20, learner) as seen, pytest.raises(OutOfMemory, match=r"train\.micro_batch_tokens.*to 20"):
@@ -132,7 +132,7 @@ def test_a_number_is_not_changed(tokens):
     assert all(torch.equal(tensor, before[name]) for name, tensor in published(learner).items())
 
 
-def test_the_hosts_memory_is_not_a_matter_of_passes():
+def test_running_out_of_host_memory_does_not_shrink_passes():
     learner = make_learner()
     error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
     with memory_for(20, learner, error=error) as seen, pytest.raises(OutOfMemory, match="DefaultCPUAllocator"):
@@ -146,11 +146,11 @@ def test_the_hosts_memory_is_not_a_matter_of_passes():
         ("cpu", 1, False, FIXED_PASS),
         ("cpu", 2, False, FIXED_PASS),
         ("cuda", 1, False, LARGEST_PASS),
-        ("cuda", 1, True, FIXED_PASS),  # FSDP2 cannot leave a pass halfway
-        ("cuda", 2, False, FIXED_PASS),  # a rank cannot leave a pass in which others wait for it
+        ("cuda", 1, True, FIXED_PASS),  # FSDP2 cannot abort a pass
+        ("cuda", 2, False, FIXED_PASS),  # a rank cannot abort a pass in which others wait for it
     ],
 )
-def test_auto_begins_with(monkeypatch, device, world_size, shards, expected):
+def test_auto_starts_with(monkeypatch, device, world_size, shards, expected):
     monkeypatch.setattr(steps_module, "FIXED_PASS", FIXED_PASS)
     strategy = SimpleNamespace(device=torch.device(device), world_size=world_size, shards_parameters=shards)
     size = PassSize(TrainSettings(), strategy, lambda: None)

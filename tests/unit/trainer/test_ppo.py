@@ -1,4 +1,4 @@
-"""One PPO step against plain torch, and what must not change it: padding, micro-batches, bad batches."""
+"""One PPO step compared with plain torch, and its invariance to padding, micro-batches and bad batches."""
 
 import copy
 import dataclasses
@@ -43,7 +43,7 @@ def _template():
         max_position_embeddings=16,
     )
     actor = Actor.from_config(config).double()
-    with torch.no_grad():  # the default scale makes a policy so flat that nothing would be seen
+    with torch.no_grad():  # the default scale gives a policy that is too flat for the tests
         actor.model.lm_head.weight.mul_(20.0)
     critic = Critic(copy.deepcopy(actor.model))
     nn.init.normal_(critic.value_head.weight, std=0.3)
@@ -51,7 +51,7 @@ def _template():
 
 
 def tiny_models():
-    """Actor and critic in float64, the critic with a head that says something; the same ones every time."""
+    """Build the same actor and critic each time, in float64; the critic has a random head."""
     return copy.deepcopy(_template())
 
 
@@ -61,7 +61,7 @@ def make_learner(settings=SETTINGS, *, models=None, **kwargs):
 
 
 def make_batch(seed=0, *, prompt_lengths=(3, 1, 2, 3), response_lengths=(4, 2, 3, 1)):
-    """A ragged batch in float64 whose old log-probs differ from the policy's by enough to be clipped."""
+    """Build a ragged float64 batch whose old log-probs differ enough from the policy's to be clipped."""
     return copied(_batch(seed, prompt_lengths, response_lengths))
 
 
@@ -122,7 +122,7 @@ def same_bits(one, other):
 
 
 def same_state(one, other):
-    """Nested dicts and lists with tensors in them, equal to the bit."""
+    """Whether nested dicts and lists of tensors are bitwise equal."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -133,7 +133,7 @@ def same_state(one, other):
 
 
 def reference_step(batch, train, algorithm):
-    """The same step in plain torch: no chunks, no shared helpers, textbook formulas."""
+    """The same step in plain torch, with textbook formulas and no shared code."""
     actor, critic = tiny_models()
     positions = (batch.attention_mask.cumsum(1) - 1).clamp_min(0)
     inputs = {
@@ -182,9 +182,9 @@ def reference_step(batch, train, algorithm):
     return state, metrics
 
 
-def test_one_step_is_the_step_of_a_hand_written_loop():
+def test_one_step_equals_a_hand_written_loop():
     batch = make_batch(seed=1)
-    batch.values[0, 0], batch.advantages[0, 0] = -4.0, 4.0  # a target near the critic, far from where it was
+    batch.values[0, 0], batch.advantages[0, 0] = -4.0, 4.0  # target near the critic's output, old value far
     expected, expected_metrics = reference_step(batch, *sections(**SETTINGS))
     learner = make_learner()
     before = weights(learner)
@@ -193,14 +193,14 @@ def test_one_step_is_the_step_of_a_hand_written_loop():
     assert furthest(weights(learner), before) > 1e-4  # Adam's first step is about the learning rate
     for name, value in expected_metrics.items():
         assert metrics[name] == pytest.approx(value, rel=1e-9), name
-    assert metrics["policy/clip_fraction"] > 0  # the batch does reach the clip
+    assert metrics["policy/clip_fraction"] > 0  # the batch does trigger clipping
     assert metrics["value/clip_fraction"] > 0
 
 
 @pytest.mark.parametrize("size", [1, 3, 9])
 def test_micro_batches_of_any_size_give_the_same_weights(size):
     whole, parts = make_learner(), make_learner(SETTINGS | {"micro_batch_size": size})
-    for seed in range(2):  # twice, so that optimizer state counts too
+    for seed in range(2):  # two steps, so that optimizer state matters
         metrics_whole = whole.step(make_batch(seed))
         metrics_parts = parts.step(make_batch(seed))
     assert furthest(weights(whole), weights(parts)) < 1e-12
@@ -232,7 +232,7 @@ def test_garbage_in_the_padding_cannot_matter():
             "action_log_probs",
             math.nan,
             1,
-        ),  # micro-batches before and after the bad one are fine by themselves
+        ),  # micro-batches before and after the bad one are valid
     ],
 )
 def test_a_poisoned_batch_changes_nothing_and_is_named(field, value, size, caplog):
@@ -250,7 +250,7 @@ def test_a_poisoned_batch_changes_nothing_and_is_named(field, value, size, caplo
     assert metrics["optim/skipped_batches"] == 1.0
     assert "batch skipped" in caplog.text
     assert "[100, 101, 102, 103]" in caplog.text
-    # The next good batch trains exactly as if the bad one had never come: schedule and gradients included.
+    # The next good batch trains as if the bad one had never come, including schedule and gradients.
     learner.step(make_batch(2))
     twin.step(make_batch(2))
     assert same_bits(weights(learner), weights(twin))
@@ -264,7 +264,7 @@ def test_a_gradient_that_is_not_finite_moves_no_model(label, value):
     before = weights(learner)
     parameter = list(learner.models[label].parameters())[-1]
     parameter.register_hook(lambda gradient: torch.full_like(gradient, value))
-    metrics = learner.step(make_batch())  # whose losses are finite
+    metrics = learner.step(make_batch())  # the losses are finite
     assert math.isfinite(metrics["actor_loss"] + metrics["critic_loss"])
     assert same_bits(weights(learner), before)
     assert metrics["optim/skipped_batches"] == 1.0
@@ -275,7 +275,7 @@ def test_too_many_skipped_batches_in_a_row_end_training():
     poisoned.advantages[2, 0] = math.nan
     for _ in range(MAX_SKIPPED_IN_A_ROW - 1):
         learner.step(copied(poisoned))
-    learner.step(make_batch(0))  # one good batch, and the count begins again
+    learner.step(make_batch(0))  # one good batch resets the count
     for _ in range(MAX_SKIPPED_IN_A_ROW - 1):
         learner.step(copied(poisoned))
     with pytest.raises(TrainingDiverged, match=r"batches in a row were skipped.*train\.actor_lr is 0\.001"):
@@ -371,7 +371,7 @@ def test_a_step_that_raises_leaves_no_gradient_for_the_next_batch():
 
 
 def moved(learner, before, label):
-    """Norm of the step that a model has taken."""
+    """Return the norm of a model's step."""
     now = weights(learner)
     squares = [float((now[name] - before[name]).square().sum()) for name in now if name.startswith(label)]
     return math.sqrt(sum(squares))
@@ -402,7 +402,7 @@ def test_schedule_and_warm_up_move_the_learning_rate():
         metrics = learner.step(make_batch(seed))
         factors.append(metrics["optim/actor_lr"] / 1e-3)
         assert metrics["optim/critic_lr"] == pytest.approx(4 * metrics["optim/actor_lr"])
-        # The rate that is reported is the one this step was made with.
+        # The reported rate is the one that this step used.
         step = metrics["optim/actor_lr"] * metrics["policy/grad_norm"]
         assert moved(learner, before, "actor.") == pytest.approx(step, rel=1e-6)
     assert factors == pytest.approx([0.0, 0.5, 1.0, 0.75, 0.5, 0.25])
@@ -414,7 +414,7 @@ def test_a_constant_rate_needs_no_total_and_may_warm_up():
     assert rates == [0.0, 0.5, 1.0, 1.0, 1.0]
 
 
-def test_every_metric_is_there_and_declared():
+def test_every_metric_is_present_and_declared():
     batch = make_batch()
     metrics = make_learner().step(batch)
     expected = {
@@ -433,7 +433,7 @@ def test_every_metric_is_there_and_declared():
 
 def test_explained_variance_by_hand():
     batch = make_batch(response_lengths=(1, 1, 1, 1))
-    # targets 1, 3, 5, 7 (variance 5); what the critic missed: 1, -1, 1, -1 (variance 1): 1 - 1/5
+    # targets 1, 3, 5, 7 (variance 5); residuals 1, -1, 1, -1 (variance 1): 1 - 1/5
     batch.advantages = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]], dtype=torch.float64)
     batch.values = torch.tensor([[0.0], [4.0], [4.0], [8.0]], dtype=torch.float64)
     assert make_learner().step(batch)["value/explained_variance"] == pytest.approx(0.8)
@@ -506,7 +506,7 @@ def test_dropout_is_off_so_the_ratio_is_exactly_one_on_its_own_data():
     assert metrics["policy/clip_fraction"] == 0.0
 
 
-def test_the_critics_target_is_advantages_plus_values_whatever_whitening_does():
+def test_the_critics_target_is_advantages_plus_values_regardless_of_whitening():
     whitened, raw = make_learner(), make_learner(SETTINGS | {"whiten_advantages": False})
     metrics = [whitened.step(make_batch()), raw.step(make_batch())]
     one, other = weights(whitened), weights(raw)
@@ -532,7 +532,7 @@ def test_a_frozen_model_is_refused():
         make_learner(models=(actor, critic))
 
 
-def test_while_the_critic_warms_up_only_it_learns_also_after_a_resumption():
+def test_only_the_critic_learns_during_its_warmup_even_after_a_resume():
     learner = make_learner(SETTINGS | {"critic_warmup_steps": 2})
     seen = [weights(learner)]
     for _ in range(3):

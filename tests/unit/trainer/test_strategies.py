@@ -1,4 +1,4 @@
-"""Strategies in one process: exactness, shards, files. Two ranks: tests/ranks."""
+"""Strategies in one process: exactness, shards and files. tests/ranks tests two ranks."""
 
 import copy
 import itertools
@@ -116,7 +116,7 @@ def test_every_strategy_trains_like_torch(make_strategy, name):
         torch.testing.assert_close(state[key], value, rtol=0, atol=1e-6)
 
 
-def test_prepare_gives_back_the_structure_it_got(make_strategy):
+def test_prepare_returns_the_structure_of_its_arguments(make_strategy):
     strategy = make_strategy()
     net, reward = nn.Linear(2, 1), nn.Linear(2, 1)
     optimizer = torch.optim.Adam(net.parameters())
@@ -242,8 +242,8 @@ def test_shard_options_are_checked(make_strategy):
 
 
 @pytest.mark.parametrize(("saver", "loader", "tie"), [("ddp", "gemini", True), ("gemini", "ddp", False)])
-def test_a_saved_run_goes_on_under_another_strategy(make_strategy, saver, loader, tie, tmp_path):
-    """Every pair of strategies, one rank and two: tests/ranks."""
+def test_a_saved_run_continues_under_another_strategy(make_strategy, saver, loader, tie, tmp_path):
+    """tests/ranks tests every pair of strategies, with one rank and two."""
     reference = tiny_llama(tie=tie, dtype=torch.float64)
     plain_torch_steps(reference, torch.optim.AdamW(reference.parameters(), 1e-2), range(3))
     strategy = make_strategy(saver)
@@ -275,7 +275,7 @@ def test_transformers_loads_what_is_saved(make_strategy, name, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert type(loaded) is LlamaForCausalLM
     assert torch.equal(loaded.lm_head.weight, full_state(strategy, model)["model.embed_tokens.weight"])
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]  # nothing temporary is left
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]  # no temporary folders are left
 
 
 def tied_net():
@@ -438,7 +438,7 @@ def test_our_models_load_what_they_saved(make_strategy, wrapper, name, tmp_path)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_mixed_precision_gives_the_numbers_of_a_bfloat16_model_to_the_bit(make_strategy, name):
+def test_mixed_precision_is_bit_identical_to_a_bfloat16_model(make_strategy, name):
     strategy, base = make_strategy(name, compute_dtype=torch.bfloat16), Actor(tiny_llama(tie=True))
     maker = copy.deepcopy(base)
     for parameter in maker.parameters():
@@ -466,7 +466,7 @@ def test_adapters_on_tied_embeddings_are_saved_as_peft_loads_them(make_strategy,
     assert all(torch.equal(loaded.state_dict()[key], expected[key]) for key in adapters)
 
 
-def test_a_rendezvous_nobody_comes_to_names_the_address(monkeypatch):
+def test_a_failed_rendezvous_names_the_address(monkeypatch):
     import socket
 
     with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""What strategies are told by the environment and by their arguments."""
+"""Environment variables and arguments of strategies."""
 
 import random
 
@@ -20,7 +20,7 @@ def test_no_variables_mean_one_process():
 
 
 def test_all_five_variables_are_read():
-    assert RankInfo.from_env(FIVE) == RankInfo(rank=1, local_rank=0, world_size=2, meeting="10.0.0.7:2950")
+    assert RankInfo.from_env(FIVE) == RankInfo(rank=1, local_rank=0, world_size=2, rendezvous="10.0.0.7:2950")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_bad_arguments(build, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_cuda_without_cuda_is_a_clear_error():
+def test_requesting_cuda_without_cuda_is_a_clear_error():
     with pytest.raises(ConfigError, match="'cuda:1' needs CUDA"):
         DDPStrategy(device="cuda:1")
 
@@ -73,7 +73,7 @@ def test_the_seed_reaches_every_generator():
     assert all(a != b for a, b in zip(draws(7), draws(8), strict=True))
 
 
-def test_one_rank_talks_to_nobody():
+def test_one_rank_does_not_communicate():
     strategy = DDPStrategy(device="cpu")
     tensor = torch.tensor([2.0])
     assert strategy.all_reduce_sum(tensor) is tensor
@@ -83,6 +83,6 @@ def test_one_rank_talks_to_nobody():
 def test_blocks_are_the_outermost_repeated_modules():
     experts = [nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]) for _ in range(2)]
     layers = nn.ModuleList([nn.ModuleDict({"experts": expert}) for expert in experts])
-    heads = nn.ModuleList([nn.Linear(1, 1), nn.Tanh()])  # not of one class
+    heads = nn.ModuleList([nn.Linear(1, 1), nn.Tanh()])  # of different classes
     model = nn.ModuleDict({"body": nn.ModuleDict({"layers": layers}), "heads": heads})
     assert list(transformer_blocks(model)) == list(layers)

@@ -1,4 +1,4 @@
-"""Two small modules that hold everything a weight update can trip over, and how to hash them."""
+"""Two small models with every kind of tensor that an update must handle, and a hash of their contents."""
 
 import hashlib
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from weight_testing import Maker
 
 
 class TinyActor(nn.Module):
-    """bfloat16 and float32 weights, tied ones, an integer scalar, flags, and an empty tensor."""
+    """bfloat16 and float32 weights, tied weights, an integer scalar, flags, and an empty tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class TinyActor(nn.Module):
 
 @pytest.fixture
 def make_models() -> Callable[[int], dict[str, nn.Module]]:
-    """Actor and critic with contents that depend on the seed alone."""
+    """Create an actor and a critic whose contents depend only on the seed."""
 
     def make(seed: int) -> dict[str, nn.Module]:
         models: dict[str, nn.Module] = {"actor": TinyActor(), "critic": nn.Linear(4, 1)}
@@ -46,7 +46,7 @@ def maker(make_models) -> Maker:
 
 @pytest.fixture
 def fingerprint() -> Callable[[dict[str, nn.Module]], str]:
-    """A hash over the bytes of every tensor, so that one flipped bit shows."""
+    """Hash the bytes of every tensor, so that a single flipped bit is detected."""
 
     def run(models: dict[str, nn.Module]) -> str:
         digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Weights that stay on one card: the same code as on a card, with CPU tensors in one process."""
+"""Weight updates in shared GPU memory: the same code as on a GPU, with CPU tensors in one process."""
 
 import dataclasses
 import doctest
@@ -11,7 +11,7 @@ from weight_testing import deliver, header_of, messages_of
 
 from coati.errors import OutOfMemory, WeightUpdateError
 from coati.weights import message as transports
-from coati.weights.message import CardHandle, CardMemory, copy_all, device_checksum
+from coati.weights.message import BufferHandle, CardMemory, copy_all, device_checksum
 
 CPU = torch.device("cpu")
 
@@ -38,9 +38,9 @@ def test_any_flipped_bit_changes_the_checksum(size, data):
     assert device_checksum(changed) != device_checksum(original)
 
 
-def test_the_checksum_counts_on_over_rows_by_hand(monkeypatch):
+def test_the_checksum_over_several_rows_by_hand(monkeypatch):
     words = torch.tensor([5, 6, 7, -1, 9], dtype=torch.int64)
-    # 5·1 + 6·3 + 7·5 - 1·7 + 9·9 = 132, whatever the rows
+    # 5·1 + 6·3 + 7·5 - 1·7 + 9·9 = 132 for any row length
     for row in (1, 2, 3, 5, 100):
         monkeypatch.setattr(transports, "_ROW_WORDS", row)
         assert device_checksum(words.view(torch.uint8)) == 132
@@ -56,10 +56,10 @@ def test_the_checksum_wraps_around():
 # Round trips.
 
 
-def test_weights_arrive_to_the_bit(make_models, memory, maker, fingerprint):
+def test_weights_arrive_bit_for_bit(make_models, memory, maker, fingerprint):
     sent = messages_of(make_models(7), memory=memory)
     assert len(sent.chunks) > 2
-    assert all(isinstance(chunk.handle, CardHandle) and chunk.data is None for chunk in sent.chunks)
+    assert all(isinstance(chunk.handle, BufferHandle) and chunk.data is None for chunk in sent.chunks)
     assert sent.nbytes == 40 + 80 + 8 + 2 + 20
     deliver(sent, maker)
     assert fingerprint(maker.models) == fingerprint(make_models(7))
@@ -69,7 +69,7 @@ def test_the_next_update_uses_the_same_buffers_and_leaves_what_is_staged_alone(m
     first = messages_of(make_models(7), memory=memory)
     with maker.served.use():
         deliver(first, maker)
-        second = messages_of(make_models(8), memory=memory, header=header_of(2))  # overwrites what was cloned
+        second = messages_of(make_models(8), memory=memory, header=header_of(2))  # overwrites the buffers
         assert [chunk.handle for chunk in first.chunks] == [chunk.handle for chunk in second.chunks]
     assert fingerprint(maker.models) == fingerprint(make_models(7))
     deliver(second, maker)
@@ -108,7 +108,7 @@ def a_handle_that_does_not_open(sent):
     def fail(*_):
         raise RuntimeError("invalid device context")
 
-    return changed(sent, handle=CardHandle("cpu", "gone", fail, (0,)))
+    return changed(sent, handle=BufferHandle("cpu", "gone", fail, (0,)))
 
 
 def a_handle_of_another_chunk(sent):
@@ -139,7 +139,7 @@ def test_a_damaged_update_is_rejected_whole_and_the_next_works(
 
 
 @pytest.mark.parametrize("is_lent", [True, False])
-def test_a_maker_without_room_for_an_update_says_so_and_the_next_works(
+def test_a_maker_out_of_memory_rejects_the_update_and_accepts_the_next(
     is_lent, make_models, memory, maker, fingerprint, monkeypatch
 ):
     before = fingerprint(maker.models)
@@ -159,17 +159,17 @@ def no_room(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-# Who can use it.
+# Which receivers can read it.
 
 
-def test_a_receiver_on_the_same_card_can_and_one_elsewhere_says_why_not(memory, maker):
+def test_only_a_receiver_on_the_same_gpu_can_share_memory(memory, maker):
     probe = memory.probe()
     assert maker.sharing_fault(probe) is None
-    elsewhere = dataclasses.replace(probe.handle, card="GPU-7")
+    elsewhere = dataclasses.replace(probe.handle, device="GPU-7")
     assert "GPU-7" in maker.sharing_fault(dataclasses.replace(probe, handle=elsewhere))
 
 
-def test_memory_that_cannot_be_opened_or_reads_otherwise_is_a_fault_and_no_crash(memory, maker):
+def test_unreadable_or_changed_memory_is_reported_as_a_fault(memory, maker):
     probe = memory.probe()
     sent = messages_of({}, memory=memory)._replace(chunks=[probe])
     assert "invalid device" in maker.sharing_fault(a_handle_that_does_not_open(sent).chunks[0])

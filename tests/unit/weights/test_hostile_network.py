@@ -1,7 +1,7 @@
-"""Updates of two trainers, over a network that drops, repeats, reorders, cuts and flips what they send.
+"""Updates from two trainers over a network that drops, repeats, reorders, truncates and corrupts their messages.
 
-Two makers generate all the while, one of them taking new weights between tokens. Every experience has to prove which
-published weights it comes from: its log-probs, token by token, and its values are computed again with them.
+Meanwhile two makers generate; one of them takes new weights between tokens. The test verifies which published weights
+made each experience, by recomputing its log-probs, token by token, and its values with them.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ NUM_PROMPT_TOKENS = 3
 TOLERANCE = 1e-4
 
 
-# What is published.
+# Published weights.
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def template():
 
 @functools.cache
 def states_of(version):
-    """Actor and critic as they are published as a version; 0 are those that makers are made with."""
+    """Return actor and critic of a published version; version 0 is what makers start with."""
     generator = torch.Generator().manual_seed(version)
     return {
         label: {
@@ -54,20 +54,20 @@ def states_of(version):
 
 
 def published(version, source):
-    states_of(0)  # before the template changes
+    states_of(0)  # cached before the template changes
     for label, state in states_of(version).items():
         template()[label].load_state_dict(state)
     return messages_of(template(), header=header_of(version, source), max_bytes=2000)
 
 
 def _drawn(name, shape, generator):
-    """Far from uniform, so that a single wrong tensor shows clearly in the log-probs."""
+    """Draw weights that make the policy far from uniform, so that one wrong tensor clearly changes the log-probs."""
     fresh = torch.randn(shape, generator=generator)
     return 1.0 + 0.3 * fresh if "norm" in name else 0.5 * fresh
 
 
 def fingerprint(states):
-    """One number for all bytes of actor and critic."""
+    """Hash all bytes of actor and critic."""
     digest = hashlib.sha256()
     for label, state in states.items():
         for name, tensor in state.items():
@@ -76,12 +76,12 @@ def fingerprint(states):
     return digest.hexdigest()
 
 
-# What the network makes of it, and what a maker has to say to that.
+# Network faults, and the errors that makers must raise for them.
 
 
 class Call(NamedTuple):
     message: WeightMessage
-    reason: str | None = None  # a pattern of the error that it has to raise; None: it has to be taken
+    reason: str | None = None  # pattern of the error that the call must raise; None: it must succeed
 
 
 def start(sent):
@@ -133,7 +133,7 @@ def repeat_a_chunk(sent, other, dice):
 
 
 def repeat_the_start(sent, other, dice):
-    """What was staged before the second start is discarded with the first."""
+    """The second start discards what was staged after the first."""
     position = dice.randrange(1, len(sent.chunks))
     first, second = sent.chunks[:position], sent.chunks[position:]
     calls = [start(sent), *parts(sent, first), start(sent), *parts(sent, second)]
@@ -163,7 +163,7 @@ def start_too_late(sent, other, dice):
 
 
 def _damaged(sent, dice, damage):
-    """The network damages one chunk: that call is told so, and the rest belongs to nothing any more."""
+    """Damage one chunk: its call raises, and the rest of the update is refused as not open."""
     victim = dice.choice(sent.chunks)
     bad = part(sent, damage(victim), rf"chunk {victim.index} of weight update .* is (corrupt|unreadable)")
     before, after = sent.chunks[: victim.index], sent.chunks[victim.index + 1 :]
@@ -191,11 +191,11 @@ def lose_a_tensor(sent, other, dice):
 
 
 def take_a_chunk_of_another_trainer(sent, other, dice):
-    """The other trainer's chunk, whole in itself, under this trainer's update."""
+    """Insert an intact chunk of the other trainer into this trainer's update."""
     chunks = list(sent.chunks)
     index = dice.randrange(len(chunks))
     chunks.insert(dice.randrange(index + 1, len(chunks) + 1), other.chunks[index])
-    return [start(sent), *parts(sent, chunks), end(sent, rf"chunk {index} is not one that the manifest lists")]
+    return [start(sent), *parts(sent, chunks), end(sent, rf"chunk {index} does not match the manifest")]
 
 
 def add_a_chunk_of_another_trainer(sent, other, dice):
@@ -221,7 +221,7 @@ def is_taken(calls):
 
 
 def interleaved(first, second, dice):
-    """Two trainers' calls as they reach a maker: merged at random, each in its own order."""
+    """Merge two trainers' calls at random, keeping the order of each."""
     turns = [0] * len(first) + [1] * len(second)
     dice.shuffle(turns)
     calls = [iter(first), iter(second)]
@@ -229,7 +229,7 @@ def interleaved(first, second, dice):
 
 
 class Proof:
-    """Computes experience again with published weights."""
+    """Recomputes experience with published weights."""
 
     def __init__(self, versions):
         self._states = {version: states_of(version) for version in versions}
@@ -258,7 +258,7 @@ class Proof:
 
     @torch.no_grad()
     def replay_error(self, batch, versions):
-        """Token by token over one cache, as a generation whose weights change under it computes them."""
+        """Recompute log-probs token by token over one KV cache, as a generation with changing weights does."""
         cache, tokens, expected = DynamicCache(), batch.sequences[:, :NUM_PROMPT_TOKENS], []
         for step, version in enumerate(versions):
             logits = self._actor_of(version).model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
@@ -272,18 +272,18 @@ def _error(expected, found, batch):
 
 
 def grouped(items):
-    """Experience of the items that the same versions wrote, in one batch for each such history."""
+    """Group items by the versions that generated their tokens; return one batch per group."""
     groups = {}
     for item in items:
         groups.setdefault(tuple(item.policy_versions.tolist()), []).append(item)
     return {versions: make_experience_batch(members) for versions, members in groups.items()}
 
 
-# Who makes experience.
+# Makers.
 
 
 class BusyMaker(Maker):
-    """A maker that generates in a thread of its own, and keeps all it makes."""
+    """A maker that generates in its own thread and keeps all its experience."""
 
     def __init__(self, seed, *, in_flight):
         actor, critic, reward, reference = tiny.maker_models(0)
@@ -306,7 +306,7 @@ class BusyMaker(Maker):
                 self._made.notify_all()
 
     def await_newest(self):
-        """Until it has made something whose end the newest weights that it has taken have written."""
+        """Wait until it has made an item whose last token comes from the newest weights it has accepted."""
 
         def has_come():
             return bool(self.items) and int(self.items[-1][0].policy_versions[-1]) >= max(self.taken)
@@ -325,7 +325,7 @@ class BusyMaker(Maker):
 
 
 def dealt(dice):
-    """Every fate once, with its kind, in some order, and again."""
+    """Yield every fate once, with its kind, in random order; then repeat."""
     fates = [(kind, fate) for kind, several in FATES.items() for fate in several]
     while True:
         yield from dice.sample(fates, len(fates))
@@ -344,7 +344,7 @@ def test_no_experience_comes_from_weights_that_were_not_published(num_updates):
         for maker, deck in zip(makers, decks, strict=True):
             fates = []
             for sent, other in (updates, updates[::-1]):
-                # About a third come whole; the last do, so that the end is known.
+                # About a third arrive intact; the last ones always do, so that the final version is known.
                 kind, fate = ("none", whole) if is_last or dice.random() < 0.2 else next(deck)
                 calls = fate(sent, other, dice)
                 fates.append([(kind, call) for call in calls])
@@ -366,7 +366,7 @@ def test_no_experience_comes_from_weights_that_were_not_published(num_updates):
         maker.await_newest()
         maker.end()
         assert maker.look() == (num_updates, hashes[num_updates])
-        assert set(maker.rejections) == set(FATES) - {"none"}  # every kind of fault had a rejection with its reason
+        assert set(maker.rejections) == set(FATES) - {"none"}  # every kind of fault caused a rejection
         assert len(maker.taken) > num_updates / 3
     proof = Proof(hashes)
     check_whole_batches(proof, makers[0].items, makers[0].taken)
@@ -374,7 +374,7 @@ def test_no_experience_comes_from_weights_that_were_not_published(num_updates):
 
 
 def check_whole_batches(proof, batches, taken):
-    """One version wrote and scored each sample. Other weights of the run would give clearly other numbers."""
+    """Check that one version generated and scored each sample; other versions would give clearly different numbers."""
     by_history = grouped([item for items in batches for item in items])
     assert {version for versions in by_history for version in versions} <= taken
     controls = []
@@ -387,11 +387,11 @@ def check_whole_batches(proof, batches, taken):
 
 
 def check_in_flight(proof, batches, taken):
-    """Every token by the version it names; values by one that served when the last token was written, or newer."""
+    """Check that tokens come from their recorded versions, and values from that of the last token or a newer one."""
     by_history = grouped([item for items in batches for item in items])
     assert {version for versions in by_history for version in versions} <= taken
     for versions, batch in by_history.items():
-        assert list(versions) == sorted(versions)  # weights never go back
+        assert list(versions) == sorted(versions)  # versions never decrease
         assert proof.replay_error(batch, versions) < TOLERANCE, versions
     assert any(len(set(versions)) > 1 for versions in by_history)
     for items in batches:

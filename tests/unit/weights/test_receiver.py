@@ -1,4 +1,4 @@
-"""An update arrives whole or not at all: round trips, every way to damage one on its way, and plain calls."""
+"""An update is committed as a whole or rejected: round trips, every kind of damage, and plain calls."""
 
 import contextlib
 import copy
@@ -13,7 +13,7 @@ from weight_testing import Maker, deliver, header_of, messages_of, value_chunk
 
 from coati.errors import WeightUpdateError
 from coati.models import Actor, Critic
-from coati.weights.message import views
+from coati.weights.message import tensor_views
 
 
 def with_info(chunk, **changes):
@@ -21,7 +21,7 @@ def with_info(chunk, **changes):
 
 
 def flipped(chunk, bit):
-    """The same chunk with one bit of its payload changed and the checksum it was sent with."""
+    """Return the chunk with one bit of its payload flipped but its old checksum."""
     data = chunk.data.copy()
     data[(bit // 8) % data.size] ^= 1 << (bit % 8)
     return dataclasses.replace(chunk, data=data)
@@ -36,7 +36,7 @@ def replaced(sent, index, chunk):
 # Round trips.
 
 
-def test_actor_and_critic_arrive_to_the_bit(make_models, fingerprint, maker):
+def test_actor_and_critic_arrive_bit_for_bit(make_models, fingerprint, maker):
     sender = make_models(7)
     deliver(messages_of(sender, header=header_of(3)), maker)
     assert fingerprint(maker.models) == fingerprint(sender)
@@ -45,13 +45,13 @@ def test_actor_and_critic_arrive_to_the_bit(make_models, fingerprint, maker):
     assert maker.served.wait_for_full_update(0.0)
 
 
-def test_a_whole_update_may_come_in_one_message(make_models, fingerprint, maker):
+def test_a_whole_update_may_arrive_in_one_message(make_models, fingerprint, maker):
     sent = messages_of(make_models(7))
     maker.update_experience_maker(message=dataclasses.replace(sent.end(), is_start=True, chunks=tuple(sent.chunks)))
     assert fingerprint(maker.models) == fingerprint(make_models(7))
 
 
-def test_tied_weights_travel_once_and_stay_tied(make_models, maker):
+def test_tied_weights_are_sent_once_and_stay_tied(make_models, maker):
     sender = make_models(7)
     sent = messages_of(sender)
     names = [spec.name for info in sent.manifest.chunks for spec in info.tensors]
@@ -62,7 +62,7 @@ def test_tied_weights_travel_once_and_stay_tied(make_models, maker):
     assert torch.equal(maker.models["actor"].head.weight, sender["actor"].head.weight)
 
 
-def test_dtypes_travel_as_they_are(make_models):
+def test_dtypes_are_preserved(make_models):
     sent = messages_of(make_models(7))
     dtypes = {(info.module, spec.name): spec.dtype for info in sent.manifest.chunks for spec in info.tensors}
     assert dtypes["actor", "embedding.weight"] == torch.bfloat16
@@ -95,14 +95,14 @@ def test_transformers_models_round_trip_in_bfloat16(is_tied, fingerprint):
     assert next(maker.models["actor"].parameters()).dtype == torch.bfloat16
 
 
-def test_chunks_may_come_in_any_order_and_twice(make_models, fingerprint, maker):
+def test_chunks_may_arrive_in_any_order_and_twice(make_models, fingerprint, maker):
     sent = messages_of(make_models(7))
     assert len(sent.chunks) >= 3
     deliver(sent._replace(chunks=[*reversed(sent.chunks), *sent.chunks]), maker)
     assert fingerprint(maker.models) == fingerprint(make_models(7))
 
 
-# Every kind of damage is an error, and leaves models and receiver as they were.
+# Every kind of damage raises an error and leaves models and receiver unchanged.
 
 
 def lose_a_chunk(sent):
@@ -146,7 +146,7 @@ def chunk_for_another_module(sent):
 
 
 def exchange_two_names_everywhere(sent):
-    """In the chunk and in the manifest alike, as a fault before both were sent would."""
+    """Exchange them in both chunk and manifest, as a fault before sending would."""
     chunk = sent.chunks[-1]
     swapped = tuple(
         spec._replace(name=other.name)
@@ -168,7 +168,7 @@ def chunk_that_the_manifest_does_not_list(sent):
 
 
 def with_tensor(sent, name, tensor, *, index=0):
-    """An honest update (checksums and manifest fit) in which chunk `index` also holds this tensor."""
+    """Return a consistent update (checksums and manifest match) in which chunk `index` also holds this tensor."""
     chunk = sent.chunks[index]
     extra = value_chunk(chunk.info.module, {name: tensor})
     joined = dataclasses.replace(chunk, data=np.concatenate([chunk.data, extra.data]))
@@ -179,7 +179,7 @@ def with_tensor(sent, name, tensor, *, index=0):
 def without_tensor(sent, name):
     kept = []
     for chunk in sent.chunks:
-        tensors = views(torch.from_numpy(chunk.data.copy()), chunk.info.tensors)
+        tensors = tensor_views(torch.from_numpy(chunk.data.copy()), chunk.info.tensors)
         tensors.pop(name, None)
         kept.append(value_chunk(chunk.info.module, tensors))
     return sent.listing(*kept)
@@ -244,15 +244,15 @@ DAMAGES = [
     (unknown_dtype, "unreadable"),
     (chunk_for_another_module, "its checksum is"),
     (exchange_two_names_everywhere, "its checksum is"),
-    (replaced_chunk_with_an_honest_checksum, "not one that the manifest lists"),
-    (chunk_that_the_manifest_does_not_list, "not one that the manifest lists"),
+    (replaced_chunk_with_an_honest_checksum, "does not match the manifest"),
+    (chunk_that_the_manifest_does_not_list, "does not match the manifest"),
     (unknown_name, "surprise.weight"),
-    (missing_name, "lacks 2 weights"),  # embedding and head are one tensor with two names
+    (missing_name, "lacks 2 weights"),  # embedding and head are one tensor under two names
     (wrong_shape, "shape"),
     (transposed_shape, "shape"),
-    (float_for_integer, "torch.float32, but it is torch.int64"),
-    (integer_for_float, "torch.int64, but it is torch.bfloat16"),
-    (narrower_integer, "torch.int8, but it is torch.int64"),
+    (float_for_integer, "torch.float32, but the maker's is torch.int64"),
+    (integer_for_float, "torch.int64, but the maker's is torch.bfloat16"),
+    (narrower_integer, "torch.int8, but the maker's is torch.int64"),
     (the_same_weight_twice, "twice"),
     (the_same_weight_under_two_names, "twice"),
     (unknown_module, "'reward'"),
@@ -299,7 +299,7 @@ def test_a_message_under_another_header_is_rejected(header, position, make_model
     assert maker.served.version == 0
 
 
-def test_a_rejected_update_takes_no_more_messages(make_models, maker):
+def test_a_rejected_update_accepts_no_more_messages(make_models, maker):
     sent = messages_of(make_models(7))
     maker.update_experience_maker(message=sent.start())
     with pytest.raises(WeightUpdateError, match="its checksum is"):
@@ -354,7 +354,7 @@ def test_two_interleaved_senders_never_mix(make_models, fingerprint, maker):
     assert fingerprint(maker.models) == fingerprint(second)
 
 
-def test_an_update_that_begins_again_forgets_what_it_had(make_models, maker):
+def test_a_restarted_update_discards_earlier_chunks(make_models, maker):
     sent = messages_of(make_models(7))
     for message in (sent.start(), sent.part(sent.chunks[0]), sent.start(), *map(sent.part, sent.chunks[1:])):
         maker.update_experience_maker(message=message)
@@ -367,7 +367,7 @@ def test_a_dead_sender_locks_nothing_and_its_successor_replaces_what_it_left(mak
     dead = messages_of(make_models(8), header=header_of(source="dead"))
     maker.update_experience_maker(message=slow.start())
     maker.update_experience_maker(message=dead.start())
-    maker.update_experience_maker(message=dead.part(dead.chunks[0]))  # and then it is killed
+    maker.update_experience_maker(message=dead.part(dead.chunks[0]))  # then the sender is killed
     deliver(messages_of(make_models(9), header=header_of(source="other")), maker)
     assert set(maker.open_updates) == {slow.header.update_id, dead.header.update_id}
     deliver(messages_of(make_models(10), header=header_of(source="dead")), maker)
@@ -379,7 +379,7 @@ def test_a_dead_sender_locks_nothing_and_its_successor_replaces_what_it_left(mak
     assert fingerprint(maker.models) == fingerprint(make_models(7))
 
 
-def test_a_sender_that_begins_again_discards_only_its_own_unfinished_update(maker):
+def test_a_sender_that_restarts_discards_only_its_own_unfinished_update(maker):
     headers = [header_of(source=source, update_id=f"{source}{number}") for number, source in enumerate("aba")]
     for header in headers:
         maker.update_experience_maker(message=messages_of({}, header=header).start())
@@ -398,7 +398,7 @@ def test_a_partial_update_changes_what_it_names_and_is_not_a_full_one(make_model
     assert maker.models["actor"].body.bias.tolist() == [5.0] * 4
     assert maker.models["critic"].bias.tolist() == [6.0]
     assert torch.equal(maker.models["actor"].body.weight, make_models(0)["actor"].body.weight)
-    assert not maker.served.wait_for_full_update(0.0)  # it touches both modules, and most weights of neither
+    assert not maker.served.wait_for_full_update(0.0)  # it changes both modules, but few weights of either
 
 
 def test_one_whole_module_is_accepted_and_is_not_a_full_update(make_models, maker):
@@ -454,7 +454,7 @@ def test_a_part_that_raises_rejects_the_whole_plain_update_and_the_next_one_work
     before = fingerprint(maker.models)
     plain(maker, chunk_start=True)
     plain(maker, actor={**states["actor"], "body.weight": torch.zeros(3, 3)})
-    # The critic alone would be a whole module; after a rejection it must not get in by itself.
+    # The critic alone would be a complete module; after a rejection it must not be accepted on its own.
     plain(maker, critic=states["critic"])
     with pytest.raises(WeightUpdateError, match=r"shape \[3, 3\]"):
         plain(maker, chunk_end=True)
@@ -473,10 +473,10 @@ def test_names_with_and_without_the_wrappers_prefix():
     bare, wrapped = tiny.llama(0), Actor(tiny.llama(1))
     bare_state = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
     bare_maker, wrapped_maker = Maker({"actor": bare}), Maker({"actor": wrapped})
-    # A bare model's names go into a wrapped one,
+    # A bare model's names match a wrapped model,
     plain(wrapped_maker, actor=bare_state)
     assert all(torch.equal(wrapped.model.state_dict()[name], value) for name, value in bare_state.items())
-    # a wrapped model's names into a bare one, and a DDP model's names too.
+    # and the names of a wrapped model or a DDP model match a bare one.
     with torch.no_grad():
         wrapped.model.lm_head.weight.fill_(2.0)
     plain(bare_maker, actor=wrapped.state_dict())
@@ -495,7 +495,7 @@ def test_one_weight_under_two_names_is_refused(make_models):
 
 def test_a_partial_plain_update_is_refused_unless_allowed(make_models, fingerprint, maker):
     before = fingerprint(maker.models)
-    with pytest.raises(WeightUpdateError, match=r"lacks 1 weights \(first: 'weight'\)"):
+    with pytest.raises(WeightUpdateError, match=r"lacks 1 weights of the critic \(first: 'weight'\)"):
         plain(maker, critic={"bias": torch.ones(1)})
     assert fingerprint(maker.models) == before
     lenient = Maker(make_models(0), allow_partial_plain=True)
@@ -512,7 +512,7 @@ def test_an_empty_or_unopened_plain_update_is_refused(maker):
         plain(maker, chunk_end=True)
 
 
-def test_a_new_plain_start_discards_what_came_before_it(maker):
+def test_a_new_plain_start_discards_the_previous_update(maker):
     plain(maker, chunk_start=True)
     plain(maker, actor={"surprise": torch.zeros(1)})
     plain(maker, chunk_start=True)
@@ -520,38 +520,38 @@ def test_a_new_plain_start_discards_what_came_before_it(maker):
     assert maker.models["critic"].weight.abs().sum().item() == 0.0
 
 
-# Trainers that were started again
+# Restarted trainers
 
 
 @pytest.mark.parametrize("num_chunks", [1, 5, None], ids=["one chunk", "five", "all but the manifest"])
 @pytest.mark.parametrize("is_generating", [False, True], ids=["idle", "generating"])
-def test_half_an_update_of_a_dead_trainer_is_discarded_for_the_whole_one_of_its_successor(
+def test_a_dead_trainers_partial_update_is_discarded_for_its_successors_full_one(
     num_chunks, is_generating, make_models, fingerprint, maker
 ):
     deliver(messages_of(make_models(7), header=header_of(7)), maker)
     half = messages_of(make_models(8), header=header_of(8, "trainer 0 (first)"))
     for message in (half.start(), *map(half.part, half.chunks[:num_chunks])):
         maker.update_experience_maker(message=message)
-    assert fingerprint(maker.models) == fingerprint(make_models(7)), "it keeps serving what it has"
+    assert fingerprint(maker.models) == fingerprint(make_models(7)), "it keeps its current weights"
     whole = messages_of(make_models(5), header=header_of(5, "trainer 0 (second)", incarnation=1))
     with maker.served.use() if is_generating else contextlib.nullcontext():
         for message in (whole.start(), *map(whole.part, whole.chunks)):
             maker.update_experience_maker(message=message)
-            with pytest.raises(WeightUpdateError, match=r"replaced|not open"):  # late messages of the dead
+            with pytest.raises(WeightUpdateError, match=r"replaced|not open"):  # late messages of the dead trainer
                 maker.update_experience_maker(message=half.end())
         assert fingerprint(maker.models) == fingerprint(make_models(7))
         maker.update_experience_maker(message=whole.end())
         assert maker.served.version == (7 if is_generating else 5)
     assert fingerprint(maker.models) == fingerprint(make_models(5))
     assert (maker.served.version, maker.served.incarnation) == (5, 1)
-    for late in (half, messages_of(make_models(9), header=header_of(9))):  # a sync too
+    for late in (half, messages_of(make_models(9), header=header_of(9))):  # also a full update
         with pytest.raises(WeightUpdateError, match="replaced"):
             deliver(late, maker)
     deliver(messages_of(make_models(6), header=header_of(6, incarnation=1)), maker)
     assert fingerprint(maker.models) == fingerprint(make_models(6))
 
 
-def test_a_late_start_of_a_dead_trainer_leaves_what_its_successor_has_begun(make_models, fingerprint, maker):
+def test_a_dead_trainers_late_start_does_not_disturb_its_successors_update(make_models, fingerprint, maker):
     deliver(messages_of(make_models(7), header=header_of(7)), maker)
     whole = messages_of(make_models(5), header=header_of(5, incarnation=1))
     maker.update_experience_maker(message=whole.start())
@@ -563,9 +563,7 @@ def test_a_late_start_of_a_dead_trainer_leaves_what_its_successor_has_begun(make
     assert fingerprint(maker.models) == fingerprint(make_models(5))
 
 
-def test_an_update_of_a_dead_trainer_that_waits_for_the_models_adds_nothing_to_that_of_its_successor(
-    make_models, fingerprint, maker
-):
+def test_a_dead_trainers_pending_update_adds_nothing_to_its_successors(make_models, fingerprint, maker):
     with maker.served.use():
         deliver(messages_of(make_models(8), header=header_of(8)), maker)
         deliver(messages_of(make_models(5), header=header_of(5, incarnation=1)), maker)
@@ -573,7 +571,7 @@ def test_an_update_of_a_dead_trainer_that_waits_for_the_models_adds_nothing_to_t
     assert (maker.served.version, maker.served.incarnation) == (5, 1)
 
 
-def test_the_first_update_of_trainers_that_were_started_again_holds_all_weights(make_models, fingerprint, maker):
+def test_the_first_update_of_restarted_trainers_must_hold_all_weights(make_models, fingerprint, maker):
     deliver(messages_of(make_models(7), header=header_of(7)), maker)
     actor_only = {"actor": make_models(8)["actor"]}
     with pytest.raises(WeightUpdateError, match="only part"):

@@ -1,4 +1,4 @@
-"""One sender and its makers on threads: who commits what, whoever is slow, dies, rejects or joins."""
+"""A sender and its makers on threads: which maker commits which update if some are slow, die, reject or join."""
 
 import dataclasses
 import inspect
@@ -15,14 +15,14 @@ from weight_testing import Maker, PlainStrategy, deliver, header_of, make_sender
 from coati.errors import ActorNotFound, PeerUnavailable, WeightUpdateError
 from coati.peers import LocalPeer, LocalPeers, Peer, remote_error
 from coati.weights import sender as sender_module
-from coati.weights.message import CardHandle, CardMemory, WeightMessage, checksum_of
+from coati.weights.message import BufferHandle, CardMemory, WeightMessage, checksum_of
 from coati.weights.sender import MAX_CHUNKS_IN_FLIGHT, UpdateCalls, _Maker
 
 UPDATE = "update_experience_maker"
 
 
 class Rejecting:
-    """A maker that rejects what it is told to, and otherwise takes anything."""
+    """A maker that rejects updates while `rejects` is set, and accepts any others."""
 
     def __init__(self):
         self.versions, self.full = [], []
@@ -41,7 +41,7 @@ class Rejecting:
 
 
 def in_background(function, *args, **kwargs):
-    """Run a call in a thread; returns what waits for it and gives what came of it."""
+    """Run a call in a thread; return a function that waits for its result."""
     outcome = []
 
     def run():
@@ -71,7 +71,7 @@ def trained(make_models):
 
 
 class Lent(CardMemory):
-    """Memory of this process, in small chunks."""
+    """Shared memory on the CPU, with small chunks."""
 
     least_chunk_mib = 0.0
 
@@ -79,15 +79,15 @@ class Lent(CardMemory):
         super().__init__(torch.device("cpu"))
 
 
-# What arrives.
+# Delivery.
 
 
-@pytest.mark.parametrize("make_shared", [None, Lent], ids=["by value", "card"])
+@pytest.mark.parametrize("make_shared", [None, Lent], ids=["by value", "shared memory"])
 def test_all_makers_serve_what_was_sent(make_shared, make_models, fingerprint):
     makers = {name: Maker(make_models(0)) for name in ("a", "b")}
     models = make_models(1)
     shared = None if make_shared is None else make_shared()
-    # A handle of CPU memory is for this very process: nothing may pickle it.
+    # A handle of CPU memory is valid only in this process and must not be pickled.
     peers = LocalPeers(**makers) if isinstance(shared, CardMemory) else ThreadPeers(**makers)
     sender = make_sender(models, peers, list(makers), shared=shared)
     for version in range(5):
@@ -99,7 +99,7 @@ def test_all_makers_serve_what_was_sent(make_shared, make_models, fingerprint):
             assert maker.served.version == version
 
 
-def test_floats_travel_in_the_dtype_that_the_learner_computes_in(trained, make_models):
+def test_floats_are_sent_in_the_learners_compute_dtype(trained, make_models):
     strategy = PlainStrategy()
     strategy.compute_dtype = torch.bfloat16
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_floats_travel_in_the_dtype_that_the_learner_computes_in(trained, make_m
     assert maker.models["actor"].num_seen.item() == trained["actor"].num_seen.item()
 
 
-def test_with_adapters_only_what_is_not_trained_stays_at_home(trained, make_models):
+def test_adapter_updates_hold_only_trained_weights(trained, make_models):
     trained["actor"].requires_grad_(False)
     maker = Maker(make_models(0))
     sender = make_sender(trained, ThreadPeers(maker=maker), ["maker"], update_lora_weights=True)
@@ -123,8 +123,8 @@ def test_with_adapters_only_what_is_not_trained_stays_at_home(trained, make_mode
     assert sizes == [20, 40 + 80 + 8 + 2 + 20]
 
 
-def test_weights_are_read_even_if_no_maker_is_there_to_be_updated(trained):
-    # In a sharded group all ranks gather together; one that did not would leave the others waiting.
+def test_weights_are_read_even_without_makers(trained):
+    # In a sharded group, gathering is collective; if one rank skipped it, the others would wait forever.
     read = []
 
     class Gathering(PlainStrategy):
@@ -137,7 +137,7 @@ def test_weights_are_read_even_if_no_maker_is_there_to_be_updated(trained):
     assert {"body.weight", "weight"} < set(read)
 
 
-def test_every_chunk_carries_its_own_checksum_and_none_is_read_ahead_of_what_is_sent(make_models, monkeypatch):
+def test_every_chunk_has_its_checksum_and_none_is_read_ahead(make_models, monkeypatch):
     drawn, ahead = [], []
 
     class Counting(PlainStrategy):
@@ -179,11 +179,11 @@ def test_a_bounded_number_of_chunks_is_in_flight(trained, monkeypatch):
     assert max(open_at_wait) == 2 * MAX_CHUNKS_IN_FLIGHT + 2
 
 
-# One update after the other.
+# Successive updates.
 
 
 class Slow:
-    """A maker, and a learner whose answers to the manifests are held back."""
+    """A sender and a maker whose answer to a manifest can be held back."""
 
     def __init__(self, models, sent):
         self.maker, self.sent = Maker(models), sent
@@ -199,7 +199,7 @@ def slow(make_models, trained):
     return Slow(make_models(0), trained)
 
 
-def test_publish_returns_when_the_weights_are_read_and_they_may_change(slow, make_models, fingerprint):
+def test_publish_returns_once_the_weights_are_read_and_may_change(slow, make_models, fingerprint):
     held = slow.hold_manifest()
     slow.sender.publish(1)
     held.reached()
@@ -211,7 +211,7 @@ def test_publish_returns_when_the_weights_are_read_and_they_may_change(slow, mak
     assert fingerprint(slow.maker.models) == fingerprint(make_models(7))
 
 
-def test_never_two_updates_are_under_way(slow):
+def test_at_most_one_update_is_in_flight(slow):
     held = slow.hold_manifest()
     slow.sender.publish(1)
     held.reached()
@@ -223,7 +223,7 @@ def test_never_two_updates_are_under_way(slow):
     assert slow.maker.served.version == 2
 
 
-def test_updates_take_one_thread_however_many_they_are(slow):
+def test_all_updates_share_one_thread(slow):
     slow.sender.send(1)
     before = threading.active_count()
     seen = set()
@@ -254,7 +254,7 @@ def rejecting(trained):
     return target, peers, make_sender(trained, peers, ["maker"], chunk_mib=1.0)
 
 
-def test_a_failure_that_was_not_waited_for_is_raised_once_by_check_or_the_next_publish(rejecting):
+def test_a_failed_publish_is_raised_once_by_check_or_the_next_publish(rejecting):
     target, _, sender = rejecting
     target.rejects = True
     sender.publish(1)
@@ -268,10 +268,10 @@ def test_a_failure_that_was_not_waited_for_is_raised_once_by_check_or_the_next_p
     sender.publish(3)
     with pytest.raises(WeightUpdateError, match="version 3"):
         sender.publish(4)
-    assert target.versions == [1, 2, 3]  # the fourth was not begun
+    assert target.versions == [1, 2, 3]  # the fourth was not started
 
 
-def test_check_waits_for_nothing(rejecting):
+def test_check_does_not_wait(rejecting):
     target, peers, sender = rejecting
     held = peers.hold("maker", UPDATE)
     target.rejects = True
@@ -283,7 +283,7 @@ def test_check_waits_for_nothing(rejecting):
         sender.check()
 
 
-def test_a_send_raises_what_is_wrong_with_its_own_update_and_leaves_others_failures_to_check(rejecting):
+def test_a_send_raises_only_its_own_failure_and_leaves_others_to_check(rejecting):
     target, _, sender = rejecting
     target.rejects = True
     sender.publish(1)
@@ -299,7 +299,7 @@ def test_a_send_raises_what_is_wrong_with_its_own_update_and_leaves_others_failu
     sender.check()
 
 
-def test_a_newcomer_takes_the_version_that_is_sent_next(make_models, trained):
+def test_a_new_maker_receives_the_next_version(make_models, trained):
     makers = {"early": Maker(make_models(0)), "late": Maker(make_models(0))}
     sender = make_sender(trained, ThreadPeers(**makers), ["early"])
     for version in (1, 2, 3):
@@ -313,7 +313,7 @@ def test_a_newcomer_takes_the_version_that_is_sent_next(make_models, trained):
 
 
 def misses_of(name, caplog):
-    """The versions that a maker missed, as the log says."""
+    """Return the versions that a maker missed, according to the log."""
     records = [record for record in caplog.records if "missed the weights of version" in record.msg]
     return [record.args[1] for record in records if record.args[0] == name]
 
@@ -324,7 +324,7 @@ def test_a_maker_that_does_not_exist_is_named(trained):
         sender.send(1)
 
 
-def test_a_maker_that_joined_and_died_before_the_first_update_is_not_waited_for(trained):
+def test_the_sender_does_not_wait_for_a_new_maker_that_died(trained):
     old = Rejecting()
     sender = make_sender(trained, ThreadPeers(old=old), ["old"])
     sender.change_makers(["old", "gone"])
@@ -341,7 +341,7 @@ def test_a_rejected_update_names_maker_and_reason_and_the_maker_keeps_its_weight
 
 
 @pytest.mark.parametrize("shared", [None, Lent])
-def test_dead_makers_are_left_out_and_no_update_fails_for_them(shared, make_models, trained, caplog):
+def test_dead_makers_are_skipped_and_fail_no_update(shared, make_models, trained, caplog):
     makers = {name: Maker(make_models(0)) for name in ("a", "b")}
     peers = ThreadPeers(**makers)
     sender = make_sender(trained, peers, list(makers), shared=shared and shared())
@@ -350,7 +350,7 @@ def test_dead_makers_are_left_out_and_no_update_fails_for_them(shared, make_mode
     sender.send(2)
     sender.send(3)
     assert makers["b"].served.version == 3
-    assert misses_of("a", caplog) == [2], "once, when it was noticed"
+    assert misses_of("a", caplog) == [2], "logged once, when its death was detected"
     peers.kill("b")
     sender.send(4)
     successor = Maker(make_models(0))
@@ -378,14 +378,14 @@ def test_a_maker_killed_at_any_chunk_returns_with_a_full_update_and_the_other_co
     makers = {name: Maker(make_models(0)) for name in ("a", "b")}
     peers = ThreadPeers(**makers)
     sender = make_sender(trained, peers, list(makers))
-    for version in itertools.count(1):  # which is also the number of the call at which it dies
+    for version in itertools.count(1):  # also the number of the call at which the maker dies
         peers.kill_at("a", UPDATE, nth=version)
         sender.send(version)
         assert makers["b"].served.version == version
         if peers["a"].is_alive:  # the update had fewer calls
             break
         assert not makers["a"].served.wait_for_full_update(0.0)
-        assert fingerprint(makers["a"].models) == fingerprint(make_models(0)), "no part of the update serves"
+        assert fingerprint(makers["a"].models) == fingerprint(make_models(0)), "no part of the update is served"
         makers["a"] = Maker(make_models(0))
         peers.add("a", makers["a"])
     assert version > 5
@@ -405,7 +405,7 @@ def test_a_maker_that_cannot_be_reached_misses_one_update_and_gets_the_next(drop
     assert [maker.served.version for maker in makers.values()] == [2, 2]
 
 
-def test_a_rejection_for_want_of_a_chunk_that_was_lost_is_no_rejection():
+def test_a_rejection_caused_by_a_lost_chunk_does_not_count():
     calls = []
 
     class Slow(Peer):
@@ -433,7 +433,7 @@ def test_a_sender_that_dies_between_chunks_blocks_nobody(nth, make_models, train
 
 
 def interleavings(first, second):
-    """Every way to merge two sequences of this many calls, as which of the two comes next."""
+    """Yield every interleaving of two sequences of these lengths, as a list of which sequence is next."""
     for places in itertools.combinations(range(first + second), first):
         yield [0 if place in places else 1 for place in range(first + second)]
 
@@ -455,10 +455,10 @@ def test_two_senders_to_one_maker_never_mix_whatever_the_order(make_models, fing
         assert seen == others[order[-1]]
 
 
-# Memory that makers share with the sender.
+# Shared GPU memory.
 
 
-def test_updates_while_a_maker_works_are_lent_to_it_and_the_newest_is_committed(make_models, fingerprint):
+def test_of_updates_during_work_in_shared_memory_the_newest_is_committed(make_models, fingerprint):
     maker, models = Maker(make_models(0)), make_models(1)
     sender = make_sender(models, LocalPeers(maker=maker), ["maker"], shared=Lent())
     before = fingerprint(maker.models)
@@ -473,7 +473,7 @@ def test_updates_while_a_maker_works_are_lent_to_it_and_the_newest_is_committed(
 
 
 class Damaged(Lent):
-    """A bit of one chunk flips after it was hashed."""
+    """Shared memory in which one bit of a chunk flips after it was hashed."""
 
     def make_chunk(self, index, module, tensors):
         chunk = super().make_chunk(index, module, tensors)
@@ -482,7 +482,7 @@ class Damaged(Lent):
         return chunk
 
 
-def test_a_chunk_that_is_damaged_in_shared_memory_is_served_by_none(make_models, trained, fingerprint):
+def test_no_maker_serves_a_chunk_damaged_in_shared_memory(make_models, trained, fingerprint):
     makers = {name: Maker(make_models(0)) for name in ("a", "b")}
     with pytest.raises(WeightUpdateError) as caught:
         make_sender(trained, ThreadPeers(**makers), list(makers), shared=Damaged()).send(1)
@@ -493,7 +493,7 @@ def test_a_chunk_that_is_damaged_in_shared_memory_is_served_by_none(make_models,
 
 
 def handles_in(peers, name):
-    """Of the chunks that a maker was sent, in order."""
+    """Return the handles of the chunks that a maker was sent, in order."""
     messages = [kwargs["message"] for method, _, kwargs in peers[name].calls if method == UPDATE]
     messages = [getattr(message, "value", message) for message in messages]
     return [chunk.handle for message in messages if isinstance(message, WeightMessage) for chunk in message.chunks]
@@ -518,7 +518,7 @@ class TakesNoMessage:
 
 
 class CheckingPeer(LocalPeer):
-    """Compares the arguments of a call with the signature before it makes it, as a Ray handle does."""
+    """Checks the arguments of a call against the signature first, as a Ray handle does."""
 
     def call(self, method, *args, **kwargs):
         inspect.signature(getattr(self._target, method)).bind(*args, **kwargs)
@@ -538,7 +538,7 @@ def test_a_maker_that_does_not_accept_messages_is_refused_with_the_reason(peer_c
 
 
 @pytest.mark.parametrize("other", [Elsewhere, PlainOnly])
-def test_weights_travel_by_value_if_one_maker_cannot_open_the_senders_memory(other, make_models, trained, caplog):
+def test_weights_are_sent_by_value_if_one_maker_cannot_open_the_senders_memory(other, make_models, trained, caplog):
     peers = ThreadPeers(near=Maker(make_models(0)), far=other(make_models(0)))
     sender = make_sender(trained, peers, ["near", "far"], shared=Lent())
     sender.send(1)
@@ -551,11 +551,11 @@ def test_weights_travel_by_value_if_one_maker_cannot_open_the_senders_memory(oth
     assert [method for method, *_ in peers["near"].calls].count("sharing_fault") == 2
 
 
-def test_a_system_that_shares_no_memory_sends_by_value_and_says_so(trained, make_models, monkeypatch, caplog):
+def test_without_shared_memory_weights_are_sent_by_value_with_a_warning(trained, make_models, monkeypatch, caplog):
     def refuse(buffer):
         raise RuntimeError("IPC is not supported")
 
-    monkeypatch.setattr("coati.weights.message.CardHandle.of", refuse)
+    monkeypatch.setattr("coati.weights.message.BufferHandle.of", refuse)
     peers = ThreadPeers(maker=Maker(make_models(0)))
     sender = make_sender(trained, peers, ["maker"], shared=Lent())
     sender.send(1)
@@ -568,7 +568,7 @@ def test_a_system_that_shares_no_memory_sends_by_value_and_says_so(trained, make
 
 
 class Run:
-    """A sender of adapters with a maker, `old`, and another one."""
+    """A sender of adapters with two makers, `old` and `new`."""
 
     def __init__(self, models, *, seconds=60.0, first=("old", "new"), shared=None):
         self.old, self.new = Rejecting(), Rejecting()
@@ -638,8 +638,8 @@ MISSES = [be_unreachable, be_unreachable_before, die_and_be_replaced, be_abandon
 
 
 @pytest.mark.parametrize("miss", MISSES, ids=[miss.__name__ for miss in MISSES])
-def test_a_maker_misses_an_update_if_it_should(miss, run, caplog):
-    """…and gets all weights with the next one, of which the others would get adapters only."""
+def test_a_maker_that_misses_an_update_gets_all_weights_next(miss, run, caplog):
+    """It gets all weights with the next update, which would otherwise hold only adapters."""
     come_back = miss(run)
     run.send()
     assert misses_of("new", caplog) == [2]
@@ -652,21 +652,21 @@ def test_a_maker_misses_an_update_if_it_should(miss, run, caplog):
     assert (run.new.versions[-1], run.new.full) == (4, [True, False])
     assert (run.old.versions, run.old.full) == ([1, 2, 3, 4], [False, False, True, False])
     assert misses_of("new", caplog) == [2]
-    run.new.rejects = True  # it is a maker like any other again
+    run.new.rejects = True  # now a rejection counts again
     with pytest.raises(WeightUpdateError, match="maker new: the head is wider here"):
         run.send()
 
 
-def test_a_maker_that_is_late_is_waited_for_once_and_gets_all_weights_when_it_answers_again(trained, caplog):
+def test_a_late_maker_delays_one_update_and_gets_all_weights_when_it_answers(trained, caplog):
     run = Run(trained, seconds=2.0)
     held = run.peers.hold("new", UPDATE)
     run.send()
     assert misses_of("new", caplog) == [2]
-    assert not run.recipients.need_all, "nobody could take them"
+    assert not run.recipients.need_all, "no maker could receive them"
     num_calls = len(run.peers["new"].calls)
     run.send()
     run.send()
-    assert len(run.peers["new"].calls) == num_calls, "it is not called before it has answered"
+    assert len(run.peers["new"].calls) == num_calls, "it gets no calls before it has answered"
     assert (run.old.versions, run.old.full) == ([1, 2, 3, 4], [False] * 4)
     held.release()
     run.peers["new"].drain()
@@ -676,7 +676,7 @@ def test_a_maker_that_is_late_is_waited_for_once_and_gets_all_weights_when_it_an
     assert not run.recipients.need_all
 
 
-def test_a_maker_that_is_abandoned_during_an_update_is_not_waited_for(run, caplog):
+def test_the_sender_stops_waiting_for_a_maker_abandoned_during_an_update(run, caplog):
     held = run.peers.hold("new", UPDATE)
     sending = in_background(run.send)
     held.reached()
@@ -687,7 +687,7 @@ def test_a_maker_that_is_abandoned_during_an_update_is_not_waited_for(run, caplo
     held.release()
 
 
-def test_a_maker_that_was_abandoned_and_is_well_misses_at_most_one_update(run):
+def test_a_healthy_maker_that_was_abandoned_misses_at_most_one_update(run):
     run.recipients.abandon("new")
     run.send()
     run.peers["new"].drain()
@@ -699,10 +699,10 @@ def test_a_maker_that_was_abandoned_and_is_well_misses_at_most_one_update(run):
     held.reached()
     held.release()
     sending()
-    assert not run.recipients.need_all, "it is waited for again"
+    assert not run.recipients.need_all, "the sender waited for it again"
 
 
-def test_a_maker_that_had_all_weights_and_rejects_an_update_is_an_error_and_one_that_is_behind_is_not(run, caplog):
+def test_a_rejection_is_an_error_unless_the_maker_was_behind(run, caplog):
     run.new.rejects = True
     with pytest.raises(WeightUpdateError, match="maker new: the head is wider here"):
         run.send()
@@ -718,7 +718,7 @@ def test_a_maker_that_had_all_weights_and_rejects_an_update_is_an_error_and_one_
         run.send()
 
 
-def test_a_maker_that_joins_and_rejects_its_first_weights_fails_nobody(trained, caplog):
+def test_a_new_maker_that_rejects_its_first_weights_fails_no_update(trained, caplog):
     run = Run(trained, first=["old"])
     run.new.rejects = True
     run.sender.change_makers(["old", "new"])
@@ -730,7 +730,7 @@ def test_a_maker_that_joins_and_rejects_its_first_weights_fails_nobody(trained, 
     assert run.old.full == [False, True, False]
 
 
-def test_those_that_are_behind_can_be_sent_the_version_that_the_others_have(run):
+def test_makers_that_are_behind_can_be_sent_the_current_version(run):
     run.peers.drop_call("new", UPDATE)
     run.send()
     assert run.new.versions == [1]
@@ -742,14 +742,14 @@ def test_those_that_are_behind_can_be_sent_the_version_that_the_others_have(run)
     assert (run.old.versions, run.new.versions) == ([1, 2], [1, 2])
 
 
-def test_a_maker_that_comes_back_when_adapters_are_already_under_way_still_needs_all_weights(run, monkeypatch):
+def test_a_maker_that_returns_during_an_adapter_update_still_needs_all_weights(run, monkeypatch):
     run.peers.kill("new")
     run.send()
     successor = Rejecting()
 
-    def decided(is_so):
-        run.peers.add("new", successor)  # nobody needed all weights when the sender looked
-        return is_so
+    def decided(condition):
+        run.peers.add("new", successor)  # when the sender decided, no maker needed all weights
+        return condition
 
     with monkeypatch.context() as patch:
         patch.setattr(run.sender._strategy, "any_rank", decided)
@@ -761,7 +761,7 @@ def test_a_maker_that_comes_back_when_adapters_are_already_under_way_still_needs
     assert not run.recipients.need_all
 
 
-def test_a_successor_of_the_same_name_is_a_new_maker_though_no_update_came_between(run):
+def test_a_successor_of_the_same_name_is_a_new_maker_even_without_an_update_in_between(run):
     run.peers.kill("new")
     run.sender.change_makers(["old"])
     successor = Rejecting()
@@ -773,7 +773,7 @@ def test_a_successor_of_the_same_name_is_a_new_maker_though_no_update_came_betwe
     assert run.old.versions == [1]
 
 
-def test_without_any_maker_updates_go_nowhere_until_one_is_there(trained):
+def test_without_makers_updates_succeed_and_the_first_maker_gets_all_weights(trained):
     run = Run(trained, first=())
     run.sender.change_makers(["new"])
     run.peers.kill("new")
@@ -794,21 +794,21 @@ def opened(index):
 
 
 class Shared(Lent):
-    """Memory that a handle opens wherever it was sent, as on a card; others are copied on their way."""
+    """Shared memory whose handles survive pickling, as those of GPU memory do."""
 
     def make_chunk(self, index, module, tensors):
         chunk = super().make_chunk(index, module, tensors)
         BUFFERS[index] = self._buffers[index][0]
-        handle = CardHandle("cpu", index, opened, (index,))
+        handle = BufferHandle("cpu", index, opened, (index,))
         return dataclasses.replace(chunk, handle=handle)
 
 
-def test_a_maker_that_reads_too_late_what_another_update_has_overwritten_rejects_it(make_models, trained, fingerprint):
+def test_a_maker_rejects_a_chunk_that_a_later_update_has_overwritten(make_models, trained, fingerprint):
     makers = {"old": Maker(make_models(0)), "new": Maker(make_models(0))}
     peers = ThreadPeers(**makers)
     sender = make_sender(trained, peers, list(makers), shared=Shared())
     sender.send(1)
-    held = peers.hold("new", UPDATE, nth=2)  # after the start: it is about to copy
+    held = peers.hold("new", UPDATE, nth=2)  # the first chunk: it is about to copy
     sending = in_background(sender.send, 2)
     held.reached()
     sender.recipients.abandon("new")
@@ -828,7 +828,7 @@ def test_a_maker_that_reads_too_late_what_another_update_has_overwritten_rejects
 
 
 @pytest.mark.parametrize("is_abandoned", [False, True])
-def test_a_maker_that_does_not_answer_does_not_decide_where_weights_go_and_is_not_called(is_abandoned, trained):
+def test_an_unresponsive_maker_does_not_decide_the_transport_and_is_not_called(is_abandoned, trained):
     run = Run(trained, seconds=60.0 if is_abandoned else 0.5)
     probe = Lent().probe()
     assert run.recipients.all_can_open(probe)
@@ -844,14 +844,14 @@ def test_a_maker_that_does_not_answer_does_not_decide_where_weights_go_and_is_no
     assert (run.new.versions, run.new.full) == ([1, 3], [False, True])
 
 
-def test_all_ranks_of_a_group_send_all_weights_if_one_of_them_has_a_maker_that_needs_them(make_models, trained):
+def test_all_ranks_send_all_weights_if_one_ranks_maker_needs_them(make_models, trained):
     trained["actor"].requires_grad_(False)
 
     class Group(PlainStrategy):
         world_size, others = 2, False
 
-        def any_rank(self, is_so):
-            return is_so or self.others
+        def any_rank(self, condition):
+            return condition or self.others
 
     maker, group = Maker(make_models(0)), Group()
     sender = make_sender(trained, ThreadPeers(maker=maker), ["maker"], strategy=group, update_lora_weights=True)
@@ -862,7 +862,7 @@ def test_all_ranks_of_a_group_send_all_weights_if_one_of_them_has_a_maker_that_n
     assert maker.models["actor"].body.weight.equal(trained["actor"].body.weight)
 
 
-def test_an_update_made_by_hand_is_what_a_sender_sends(make_models, trained, fingerprint, maker):
-    """The helpers that other tests damage updates with are honest."""
+def test_a_hand_made_update_equals_a_senders(make_models, trained, fingerprint, maker):
+    """This checks the helpers with which other tests damage updates."""
     deliver(messages_of(trained), maker)
     assert fingerprint(maker.models) == fingerprint(trained)

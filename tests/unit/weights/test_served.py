@@ -1,4 +1,4 @@
-"""Models change between two pieces of work, never during one."""
+"""Served models change only between pieces of work."""
 
 import dataclasses
 import random
@@ -27,7 +27,7 @@ def update_of(models, *, version, is_full=True):
 
 
 class Worker:
-    """A thread that works with the models and hashes them when told to, until it is told to end."""
+    """A thread that uses the models and hashes them on request, until it is told to end."""
 
     def __init__(self, served, hash_models):
         self._served, self._hash_models = served, hash_models
@@ -59,7 +59,7 @@ class Worker:
         assert not self._thread.is_alive()
 
 
-def test_an_update_offered_while_nobody_works_is_committed_at_once(served_models, make_models, fingerprint):
+def test_an_update_offered_to_idle_models_is_committed_at_once(served_models, make_models, fingerprint):
     models, served = served_models
     newer = make_models(1)
     assert served.offer(update_of(newer, version=4))
@@ -87,7 +87,7 @@ def test_with_two_workers_an_update_waits_for_both(served_models, make_models, f
     before, newer = fingerprint(models), make_models(1)
     first = Worker(served, lambda: fingerprint(models))
     served.offer(update_of(newer, version=1))
-    second = Worker(served, lambda: fingerprint(models))  # beginning must not commit under the first
+    second = Worker(served, lambda: fingerprint(models))  # starting must not commit while the first works
     first.end()
     second.look()
     assert first.hashes + second.hashes == [before] * 4
@@ -120,7 +120,7 @@ def test_of_two_pending_updates_the_newer_wins_weight_by_weight(served_models, m
     assert served.version == 2
     assert torch.equal(models["actor"].body.weight, second["actor"].body.weight)
     assert torch.equal(models["critic"].weight, first["critic"].weight)
-    assert served.wait_for_full_update(0.0)  # the first one was full
+    assert served.wait_for_full_update(0.0)  # the first update was full
 
 
 def test_older_weights_never_replace_newer_ones(served_models, make_models, fingerprint):
@@ -135,14 +135,14 @@ def test_older_weights_never_replace_newer_ones(served_models, make_models, fing
     assert fingerprint(models) == fingerprint(make_models(7))
 
 
-def test_the_same_version_again_is_taken_again(served_models, make_models, fingerprint):
+def test_the_same_version_may_be_committed_again(served_models, make_models, fingerprint):
     models, served = served_models
     served.offer(update_of(make_models(1), version=1))
     assert served.offer(update_of(make_models(2), version=1)) is True
     assert fingerprint(models) == fingerprint(make_models(2))
 
 
-def test_waiting_for_a_version_ends_when_it_serves(served_models, make_models):
+def test_waiting_for_a_version_ends_when_it_is_committed(served_models, make_models):
     _, served = served_models
     assert served.wait_for_version(0, deadline_seconds=0.0) is True
     results = []
@@ -182,11 +182,11 @@ def test_waiting_for_a_full_update_ends_with_the_first_one(served_models, make_m
     assert served.last_commit_seconds > 0.0
 
 
-# Everything at once: a hostile network, two senders, and a reader that never stops looking.
+# All at once: a hostile network, two senders, and a reader that hashes the models all the time.
 
 
 def damaged(chunk, dice):
-    """A chunk with a flipped bit or without its last tensor, under its old checksum."""
+    """Return a chunk with a flipped bit or without its last tensor, but with its old checksum."""
     if dice.random() < 0.5:
         return dataclasses.replace(chunk, data=chunk.data[:-256])
     data = chunk.data.copy()
@@ -195,7 +195,7 @@ def damaged(chunk, dice):
 
 
 def delivered(sent, dice):
-    """The messages that reach the maker, after the network has had its way with them."""
+    """Return the messages that reach the maker after random network faults."""
     chunks = list(sent.chunks)
     dice.shuffle(chunks)
     if dice.random() < 0.3:
@@ -213,7 +213,7 @@ def delivered(sent, dice):
 
 
 def interleaved(first, second, dice):
-    """Two lists of calls merged at random, each in its own order."""
+    """Merge two lists of calls at random, keeping the order of each."""
     first, second, merged = list(first), list(second), []
     while first or second:
         source = dice.choice([part for part in (first, second) if part])
@@ -254,7 +254,7 @@ def test_whatever_the_network_does_only_published_weights_serve(make_models, fin
                     accepted.append(version)
             except WeightUpdateError:
                 num_rejected += 1
-        # Two looks that end after this point: the second began after it too, so it has seen this version.
+        # After two more hashes, the second one has begun after this point, so it covers this version.
         while looked.acquire(blocking=False):
             pass
         assert looked.acquire(timeout=PATIENCE)
@@ -265,6 +265,6 @@ def test_whatever_the_network_does_only_published_weights_serve(make_models, fin
     assert seen <= published
     assert {version for version, _ in seen} == {0, *accepted}
     assert served.version == accepted[-1]
-    # The seed decides how many: of 100 updates most arrive, and far from all.
+    # With this seed, most but far from all of the 100 updates arrive.
     assert num_rejected > 10
     assert len(accepted) > 50

@@ -1,4 +1,4 @@
-"""Strategies: how models, gradients and optimizer state are laid out over ranks and devices."""
+"""Strategies: how models, gradients and optimizer state are distributed over ranks and devices."""
 
 from coati.trainer.strategies.base import Strategy
 from coati.trainer.strategies.layouts import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy

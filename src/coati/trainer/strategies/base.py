@@ -1,4 +1,4 @@
-"""What every strategy does: place models, run backward over all ranks, step, stream, save and load weights."""
+"""The base of all strategies: place models, run backward and step over all ranks; stream, save and load weights."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ _PathLike = str | os.PathLike[str]
 
 
 class Strategy(Ranks, ABC):
-    """How models, gradients and optimizer state are laid out over the ranks of one training job.
+    """Distributes models, gradients and optimizer state over the ranks of a training job.
 
-    Making one reads `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, seeds Python, numpy and torch
-    alike on every rank, and joins the process group. All ranks must call its methods in the same order, but for
-    `unwrap_model` and `model_init_context`.
+    The constructor reads `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, seeds Python, numpy and
+    torch identically on every rank, and joins the process group. All ranks must call the methods in the same order,
+    except `unwrap_model` and `model_init_context`.
 
     Args:
-        seed: for Python's, numpy's and torch's global generators.
-        device: where models live; by default this rank's GPU, else the CPU.
-        timeout_seconds: how long any wait for the other ranks may last.
-        compute_dtype: bfloat16 to compute in it while weights, gradients and optimizer state keep the model's format.
+        seed: seed of the global random generators of Python, numpy and torch.
+        device: device of the models; by default this rank's GPU, or else the CPU.
+        timeout_seconds: timeout of every wait for other ranks.
+        compute_dtype: bfloat16 for mixed precision: weights, gradients and optimizer state keep the model's dtype.
     """
 
     optimizer_class: type[Optimizer] = torch.optim.Adam
-    """What a learner should build its optimizers from."""
+    """The optimizer class that learners should use."""
 
     shards_parameters = False
-    """Whether no rank holds a whole model."""
+    """Whether parameters are sharded, so that no rank holds a whole model."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Strategy(Ranks, ABC):
     ) -> None:
         if compute_dtype not in (None, torch.bfloat16):
             raise ConfigError(
-                f"compute_dtype must be torch.bfloat16 or None, got {compute_dtype}. Others lose small gradients."
+                f"compute_dtype must be torch.bfloat16 or None, got {compute_dtype}. Other dtypes lose small gradients."
             )
         self.compute_dtype = compute_dtype
         super().__init__(device=device, timeout_seconds=timeout_seconds, needs_group=self.shards_parameters)
@@ -76,18 +76,19 @@ class Strategy(Ranks, ABC):
     # Placing models
 
     def model_init_context(self) -> AbstractContextManager[None]:
-        """Build models that are trained inside this context, on the CPU; `prepare` moves them.
+        """Return a context in which to build the models to train, on the CPU; `prepare` moves them to the device.
 
-        With sharded parameters `Actor` and `Critic` get weights on rank 0 only; `prepare` sends them block by block.
+        With sharded parameters, `Actor` and `Critic` load weights on rank 0 only; `prepare` broadcasts them block by
+        block.
         """
         return shapes_only() if self.shards_parameters and self.rank > 0 else nullcontext()
 
     def prepare(self, *models_or_pairs: nn.Module | tuple[nn.Module, Optimizer]) -> Any:
-        """Place models and optimizers; returns what to use from here on, one for one argument, else a tuple.
+        """Place models and optimizers, and return their replacements: one for one argument, otherwise a tuple.
 
-        A `(model, optimizer)` pair is trained and starts as rank 0's; a lone model is for inference.
+        A `(model, optimizer)` pair is for training and starts with rank 0's weights; a model alone is for inference.
         """
-        remedy = 'Use a smaller model or dtype, more of the GPU or, to train, the strategy "zero2" or "gemini".'
+        remedy = 'Use a smaller model or dtype, more of the GPU or, for training, the strategy "zero2" or "gemini".'
         with device_errors_explained(f"placing models on {self.device}", remedy):
             prepared = tuple(self._prepare_one(argument) for argument in models_or_pairs)
         return prepared[0] if len(prepared) == 1 else prepared
@@ -101,48 +102,48 @@ class Strategy(Ranks, ABC):
                 "Pass prepare(model) or prepare((model, optimizer), ...)."
             )
         if isinstance(model, DistributedDataParallel | FSDPModule):
-            raise ConfigError("prepare got a model that was prepared before. Prepare each model once.")
+            raise ConfigError("prepare got a model that is already prepared. Prepare each model once.")
         if optimizer is None:
-            return self._prepare_lone(model)
+            return self._prepare_for_inference(model)
         own = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
             raise ConfigError(
                 f"prepare got a pair whose optimizer has parameters that {type(model).__name__} does not have. Build "
-                "the optimizer from model.parameters(), after the last change of the model."
+                "the optimizer from model.parameters(), after the last change to the model."
             )
         return self._prepare_trained(model, optimizer)
 
-    def _prepare_lone(self, model: nn.Module) -> nn.Module:
+    def _prepare_for_inference(self, model: nn.Module) -> nn.Module:
         """Place a model for inference."""
         return model.to(self.device)
 
     @abstractmethod
     def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Place a model that is trained, and make its optimizer fit."""
+        """Place a model for training, and adapt its optimizer to the placed parameters."""
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Give the module that went into `prepare`, with its own attributes and state-dict names."""
+        """Return the module that was passed to `prepare`, with its own attributes and state-dict names."""
         return model
 
     # Training
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:  # noqa: ARG002
-        """Add this loss's gradients to the model's: after all ranks' calls, the SUM over ranks.
+        """Add the loss's gradients to the model's. After all ranks' calls, gradients are SUMMED over ranks.
 
-        So a loss divided by the token count of *all* ranks gives exactly the gradient of the joined batch. Wrap forward
-        and backward of all but the last call before a step in `no_sync(model)`.
+        A loss divided by the token count of *all* ranks therefore gives exactly the gradient of the joined batch. Wrap
+        forward and backward of all but the last call before a step in `no_sync(model)`.
         """
-        # Data parallelism averages over ranks; the factor undoes that.
+        # Data parallelism averages gradients over ranks; the factor turns the mean into a sum.
         (loss * self.world_size if self.world_size > 1 else loss).backward()  # type: ignore[no-untyped-call]
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Keep gradients on this rank if they are whole; sharded ones are exchanged all the same."""
+        """Return a context that delays the all-reduce of whole gradients; sharded ones are exchanged regardless."""
         return nullcontext()
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Clip to the global 2-norm over ranks and shards; returns the norm before clipping, a scalar.
+        """Clip gradients by their global 2-norm over ranks and shards; return the norm before clipping, a scalar.
 
-        `max_norm` 0 only measures. A norm that is not finite scales nothing.
+        With `max_norm` 0, or if the norm is not finite, gradients are left unchanged.
         """
         if not max_norm >= 0:
             raise ConfigError(f"max_grad_norm must be 0 or more, got {max_norm}. Use 0 to measure without clipping.")
@@ -151,16 +152,16 @@ class Strategy(Ranks, ABC):
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norm = norm.to(self.device)
-        # Scaling by NaN would destroy the evidence: whether to skip the step is the caller's decision.
+        # Scaling by NaN would hide which gradients are finite; the caller decides whether to skip the step.
         if max_norm > 0 and bool(norm.isfinite()):
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
-        """Step the optimizer. Gradients stay; call `optimizer.zero_grad()` before the next `backward`."""
+        """Step the optimizer. Gradients are kept; call `optimizer.zero_grad()` before the next `backward`."""
         optimizer.step()
 
-    # Weights out and in
+    # Streaming, saving and loading weights
 
     def get_model_state_dict_shard(
         self,
@@ -172,7 +173,7 @@ class Strategy(Ranks, ABC):
     ) -> Iterator[dict[str, Tensor]]:
         """Stream the unwrapped model's state dict, or the tensors `names`, in chunks of at most `shard_size` MiB.
 
-        `dtype` is the format of floating-point tensors, by default each its own. See `iter_state_chunks`.
+        `dtype` converts floating-point tensors; by default each keeps its own. See `iter_state_chunks`.
         """
         if not shard_size > 0:
             raise ConfigError(f"shard_size must be a positive number of MiB, got {shard_size}.")
@@ -192,10 +193,10 @@ class Strategy(Ranks, ABC):
         *,
         add: Callable[[Path], object] | None = None,
     ) -> None:
-        """Write the model to the folder `path`, by its own `save_pretrained` if it has one; with LoRA the adapters.
+        """Write the model to the folder `path`, with its own `save_pretrained` if it has one; with LoRA, the adapters.
 
-        Rank 0 writes all of it, whatever `only_rank0` says. It appears whole or not at all, and replaces a model folder
-        that is there. `add` may write more into it. A model with NaN or infinite weights is not saved.
+        Only rank 0 writes, regardless of `only_rank0`. The folder is created atomically and replaces an existing model
+        folder; `add` may write more files into it. Raises CheckpointError if a weight is NaN or infinite.
         """
         write_weights = self.model_writer(model)
 
@@ -207,9 +208,10 @@ class Strategy(Ranks, ABC):
         self._save_folder(Path(path), write, MODEL_MARKERS)
 
     def model_writer(self, model: nn.Module, *, into: dict[str, Tensor] | None = None) -> Callable[[Path], None]:
-        """Gather what `save_model` saves in rank 0's host memory; returns what writes it into a folder, for rank 0.
+        """Gather a model in rank 0's host memory; return a function with which rank 0 writes it into a folder.
 
-        It may be called later, in another thread, if all is copied `into` memory of the caller, which is used again.
+        With `into`, the copies go to these buffers, which are created on first use and reused; the function may then
+        run later, in another thread.
         """
         module = self.unwrap_model(model)
         chunks, tied = iter_state_chunks(module, names=names_to_save(module)), tied_names(module)
@@ -217,33 +219,33 @@ class Strategy(Ranks, ABC):
         return lambda folder: write_model(module, gathered(), tied, folder)
 
     def load_model(self, model: nn.Module, path: _PathLike) -> None:
-        """Load what any strategy saved; names and shapes must match on every rank, or nothing is loaded on any."""
+        """Load a model saved by any strategy. If names or shapes mismatch on any rank, no rank loads anything."""
         module = self.unwrap_model(model)
         tensors = self.run_on_all(lambda: read_tensors(module, Path(path)), f"load {path}")
         self.run_on_all(lambda: copy_into(module, tensors), f"load all of {path}")
 
     def save_optimizer(self, optimizer: Optimizer, path: _PathLike, only_rank0: bool = False) -> None:  # noqa: ARG002
-        """Write the optimizer's whole state to the folder `path`; any strategy with any number of ranks loads it."""
+        """Write the full optimizer state to the folder `path`; any strategy with any number of ranks can load it."""
         self._save_folder(Path(path), self.optimizer_writer(optimizer), OPTIMIZER_MARKERS)
 
     def optimizer_writer(
         self, optimizer: Optimizer, *, into: dict[str, Tensor] | None = None
     ) -> Callable[[Path], None]:
-        """As `model_writer`, for what `save_optimizer` saves."""
+        """Gather an optimizer's state and return a function that writes it; see `model_writer`."""
         settings, gathered = optimizer_settings(optimizer), self._gathered(iter_state(optimizer), into)
         return lambda folder: write_optimizer(settings, gathered(), folder)
 
     def load_optimizer(self, optimizer: Optimizer, path: _PathLike) -> None:
-        """Load what `save_optimizer` wrote, learning rate included; if it is wrong on any rank, none loads anything."""
+        """Load a saved optimizer, including learning rates. If it is invalid on any rank, no rank loads anything."""
         state = self.run_on_all(lambda: read_optimizer(optimizer, Path(path)), f"load {path}")
         self.run_on_all(lambda: optimizer.load_state_dict(state), f"load all of {path}")
 
     def _gathered(
         self, stream: Iterable[tuple[str, Any]], into: dict[str, Tensor] | None
     ) -> Callable[[], dict[str, Any]]:
-        """Copy what all ranks gather by iterating `stream` to rank 0's host memory.
+        """Copy the stream, which all ranks gather by iterating it, to rank 0's host memory.
 
-        Returns what gives it, or raises that there was too little memory.
+        Return a function that returns the copies by name, or raises OutOfMemory if they did not fit.
         """
         kept: dict[str, Any] = {}
         failure: OutOfMemory | None = None
@@ -253,7 +255,8 @@ class Strategy(Ranks, ABC):
             try:
                 with device_errors_explained(
                     "copying models and optimizers to host memory",
-                    "It needs as much there as on the disk. Use a larger machine, or set train.save_every to 0.",
+                    "A checkpoint needs as much host memory as disk space. Use a larger machine, or set "
+                    "train.save_every to 0.",
                 ):
                     kept[name] = _host_copy(name, value, into)
             except OutOfMemory as error:

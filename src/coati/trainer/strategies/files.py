@@ -1,7 +1,7 @@
-"""Models and optimizers on disk: folders that appear whole or not at all, with a digest of every file.
+"""Models and optimizers on disk: folders that are created atomically, with a digest of every file.
 
-Tensors are in safetensors files, whole, and settings in JSON, so any strategy with any number of ranks loads what
-another saved. Names, shapes and digests are checked before a single tensor is touched.
+Whole tensors are stored in safetensors files and settings in JSON, so any strategy with any number of ranks can load
+what another saved. Names, shapes and digests are checked before any tensor is changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from coati.errors import CheckpointError
 from coati.models.memory import laid_out_like, local_part, state_tensors, tied_names, whole_tensor
 
 MANIFEST = "manifest.json"
-"""Lists the digest of every other file of a folder that we wrote."""
+"""Lists the digest of every other file in a folder written by coati."""
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _ADAPTER_FILE = "adapter_model.safetensors"
@@ -38,19 +38,19 @@ _SETTINGS_FILE = "optimizer.json"
 _STATE_FILE = "optimizer.safetensors"
 _OPTIMIZER_FORMAT = 5
 MODEL_MARKERS = frozenset({_WEIGHTS_FILE, _INDEX_FILE, "config.json", "adapter_config.json"})
-"""A folder that holds one of these may be replaced by a model that is saved."""
+"""Saving a model may replace a folder that holds one of these files."""
 OPTIMIZER_MARKERS = frozenset({_SETTINGS_FILE})
-"""The same for an optimizer."""
+"""Saving an optimizer may replace a folder that holds one of these files."""
 
 
 def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collection[str]) -> None:
-    """Let `write` fill a temporary sibling folder, then move it to `path`.
+    """Let `write` fill a temporary sibling folder, add a manifest, and rename the folder to `path`.
 
-    A folder that is there is replaced if it is empty or holds one of the files `markers`, else refused. If writing
-    fails, it stays. A manifest is added.
+    An existing folder is replaced if it is empty or holds one of the files `markers`; otherwise raises CheckpointError.
+    If writing fails, the existing folder stays.
     """
     path = Path(os.path.realpath(path))
-    _refuse_foreign(path, markers)
+    _check_replaceable(path, markers)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     replaced = temporary.with_suffix(".old")
     try:
@@ -58,7 +58,7 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
         write(temporary)
         _write_manifest(temporary)
         for place in (*temporary.rglob("*"), temporary):
-            _sync(place)
+            _fsync(place)
         faults.reach("checkpoint.before_rename")
         if path.exists():
             os.replace(path, replaced)
@@ -68,12 +68,12 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
             if replaced.exists():
                 os.replace(replaced, path)
             raise
-        _sync(path.parent)
+        _fsync(path.parent)
     except CheckpointError:
         raise
-    except Exception as error:  # safetensors and tokenizers have classes of their own for a full disk, or none
+    except Exception as error:  # for a full disk, safetensors and tokenizers raise various classes
         raise CheckpointError(
-            f"could not write {path}: {error}. Check free space and permissions there; what was saved before is intact."
+            f"could not write {path}: {error}. Check free space and permissions there. An earlier version is intact."
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -81,7 +81,7 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
 
 
 def _write_manifest(folder: Path) -> None:
-    """List the digests of all files in a folder and in those below it."""
+    """Write the digests of all files in a folder and its subfolders."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     digests = {file.relative_to(folder).as_posix(): _digest(file) for file in files}
     (folder / MANIFEST).write_text(_manifest_text({"xxh3_64": digests}))
@@ -91,8 +91,8 @@ def _manifest_text(content: Any) -> str:
     return json.dumps(content, indent=1)
 
 
-def _sync(place: Path) -> None:
-    """Wait until a file or a folder's list of files is on the disk."""
+def _fsync(place: Path) -> None:
+    """Flush a file, or a folder's list of files, to disk."""
     number = os.open(place, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -101,21 +101,21 @@ def _sync(place: Path) -> None:
 
 
 def check_files(path: Path, *, suffix: str = "") -> None:
-    """Hold the files of a folder, or those with a suffix, against its manifest. Raises CheckpointError."""
+    """Verify the files of a folder, or those with a suffix, against its manifest; CheckpointError on a mismatch."""
     file = path / MANIFEST
     try:
         text = file.read_bytes().decode()
         content = json.loads(text)
-        if text != _manifest_text(content):  # every byte of it counts
-            raise ValueError("it is not as it was written")
+        if text != _manifest_text(content):  # detects a change of any byte
+            raise ValueError("it was changed after it was written")
         for name, digest in content["xxh3_64"].items():
             file = path / name
             if file.suffix == suffix or not suffix:
                 found = _digest(file)
                 if found != digest:
                     raise CheckpointError(
-                        f"{file} must have the digest in {MANIFEST}, {digest}, got {found}. It was damaged, changed or "
-                        "comes from another checkpoint: use another. Nothing was loaded."
+                        f"{file} must have the digest in {MANIFEST}, {digest}, got {found}. It was damaged or changed, "
+                        "or comes from another checkpoint. Use another checkpoint. Nothing was loaded."
                     )
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -131,32 +131,32 @@ def _digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _refuse_foreign(path: Path, markers: Collection[str]) -> None:
+def _check_replaceable(path: Path, markers: Collection[str]) -> None:
     if path.is_dir():
         present = {entry.name for entry in path.iterdir()}
         if present and present.isdisjoint(markers):
             raise CheckpointError(
-                f"{path} exists and is not something coati saved as such (it has none of "
-                f"{', '.join(sorted(markers))}), so it is not replaced. Save to a new or an empty folder."
+                f"{path} exists and is not something coati saved (it has none of {', '.join(sorted(markers))}), so it "
+                "is not replaced. Save to a new or an empty folder."
             )
     elif path.exists():
-        raise CheckpointError(f"{path} exists and is a file, but a folder goes there. Choose another path.")
+        raise CheckpointError(f"{path} must be a folder, but it exists and is a file. Choose another path.")
 
 
 def names_to_save(module: nn.Module) -> set[str] | None:
-    """Names of the tensors that belong on disk: with adapters, those that are trained; None for all."""
+    """Return the names of the tensors to save: with adapters, the trained ones; None for all."""
     if not any(isinstance(child, PeftModel) for child in (module, *module.children())):
         return None
     return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def write_model(module: nn.Module, state: Mapping[str, Tensor], tied: Mapping[str, str], folder: Path) -> None:
-    """Write a model folder: by the module's `save_pretrained`, if it has one, or as one safetensors file.
+    """Write a model folder, with the module's `save_pretrained` if it has one, or as one safetensors file.
 
-    `tied`, its `tied_names`, come from outside: asking a sharded module for them in the middle of a pass breaks it.
+    `tied` are the module's `tied_names`. Computing them here would break a sharded module during a pass.
     """
     for name, tensor in state.items():
-        if tensor.is_floating_point() and tensor.numel() and not tensor.norm(math.inf).isfinite():  # in one pass
+        if tensor.is_floating_point() and tensor.numel() and not tensor.norm(math.inf).isfinite():  # needs no copy
             raise CheckpointError(
                 f"a model must have finite weights to be saved, got NaN or infinity in {name!r}. Training has "
                 "diverged; use an earlier checkpoint."
@@ -165,29 +165,29 @@ def write_model(module: nn.Module, state: Mapping[str, Tensor], tied: Mapping[st
     if save_pretrained is None:
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / _WEIGHTS_FILE)
         return
-    # Tied names too, where the weight they share is there: with adapters the frozen base is not.
+    # Add tied names whose shared weight is in `state`; with adapters the frozen base is not.
     also = {name: state[first] for name, first in tied.items() if first in state}
     save_pretrained(folder, state_dict={**state, **also})
 
 
 def _body_of(module: nn.Module) -> str:
-    """Name of the transformers or peft model that a module wraps; empty if it is one itself, or wraps none."""
+    """Return the child name of the transformers or peft model that a module wraps; "" if it is one or wraps none."""
     if isinstance(module, PreTrainedModel | PeftModel):
         return ""
     return next((n for n, child in module.named_children() if isinstance(child, PreTrainedModel | PeftModel)), "")
 
 
 def read_tensors(module: nn.Module, path: Path) -> dict[str, Tensor]:
-    """Read the module's tensors from a folder (or safetensors file) that holds just what the module needs.
+    """Read the module's tensors from a folder or safetensors file; CheckpointError unless they match exactly.
 
-    Names are those of the module or of the transformers model that it wraps; in a file `CHILD.safetensors`, that
-    child's. A peft folder has the adapters and nothing else.
+    Names in the file are those of the module or of the transformers model that it wraps; in `CHILD.safetensors`, those
+    of that child. A peft folder holds only the adapters.
     """
-    if (path / MANIFEST).is_file():  # there is none in a folder from elsewhere
+    if (path / MANIFEST).is_file():  # folders not written by coati have none
         check_files(path, suffix=".safetensors")
     target, tied = state_tensors(module), tied_names(module)
     is_adapter = (path / _ADAPTER_FILE).is_file()
-    # A peft file leaves the adapter's name out of its tensors' names.
+    # peft omits the adapter's name from the tensor names in its files.
     adapters = {name.replace(".default", ""): name for name in target if ".lora_" in name} if is_adapter else {}
     try:
         main = {key: tensor for file in _main_files(path) for key, tensor in load_file(file).items()}
@@ -200,8 +200,8 @@ def read_tensors(module: nn.Module, path: Path) -> dict[str, Tensor]:
                 found |= {f"{child}.{key}": tensor for key, tensor in load_file(file).items()}
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"the weights in {path} are unreadable: {error!r}. A file is torn, or an index names no files; use another "
-            "copy."
+            f"the weights in {path} are unreadable: {error!r}. A file is damaged, or an index names no files. Use "
+            "another copy."
         ) from error
     required = set(adapters.values()) if is_adapter else set(target)
     _check(path, found, target, missing=required - set(tied) - {tied.get(name, name) for name in found})
@@ -210,7 +210,7 @@ def read_tensors(module: nn.Module, path: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def copy_into(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy what `read_tensors` read into the module."""
+    """Copy the result of `read_tensors` into the module."""
     target = state_tensors(module)
     for name, tensor in tensors.items():
         local_part(target[name]).copy_(local_part(laid_out_like(tensor, target[name])))
@@ -245,9 +245,9 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def iter_state(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield every value of the state as `INDEX.KEY` and a whole tensor or a plain number.
+    """Yield every value of an optimizer's state as (`INDEX.KEY`, whole tensor or plain number).
 
-    Shards are gathered one at a time, so all ranks must iterate in step.
+    Gathers shards one at a time, so all ranks must iterate together.
     """
     for index, parameter in enumerate(_parameters_of(optimizer)):
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -255,16 +255,16 @@ def iter_state(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def optimizer_settings(optimizer: Optimizer) -> dict[str, Any]:
-    """What belongs on disk besides the state: the settings of the parameter groups, and whose state it is."""
+    """Return what is saved besides the state: the parameter groups' settings, and the optimizer's layout."""
     groups = [
         {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
-        for group in optimizer.state_dict()["param_groups"]  # with the numbers of their parameters
+        for group in optimizer.state_dict()["param_groups"]  # parameters are given by index
     ]
     return {"format": _OPTIMIZER_FORMAT, "layout": _layout(optimizer), "groups": groups}
 
 
 def write_optimizer(settings: Mapping[str, Any], state: Mapping[str, Any], folder: Path) -> None:
-    """Write `optimizer_settings`, and state as `iter_state` yields it, into a folder."""
+    """Write the results of `optimizer_settings` and `iter_state` into a folder."""
     tensors = {name: value.contiguous() for name, value in state.items() if isinstance(value, Tensor)}
     numbers = {name: value for name, value in state.items() if name not in tensors}
     save_file(tensors, folder / _STATE_FILE)
@@ -272,13 +272,13 @@ def write_optimizer(settings: Mapping[str, Any], state: Mapping[str, Any], folde
 
 
 def read_optimizer(optimizer: Optimizer, path: Path) -> dict[str, Any]:
-    """Read what `optimizer.load_state_dict` takes, laid out as the parameters are; the optimizer is not touched."""
+    """Read a state dict for `optimizer.load_state_dict`, sharded like the parameters; does not change the optimizer."""
     settings = _read_settings(path)
     for there, here in itertools.zip_longest(settings["layout"], _layout(optimizer)):
         if there != here:
             raise CheckpointError(
-                f"{path} holds the state of another optimizer, with {there}, not {here}. Build the optimizer that was "
-                "saved, over the same parameters in the same order."
+                f"{path} holds the state of another optimizer, with {there}, not {here}. Create the optimizer that was "
+                "saved, for the same parameters in the same order."
             )
     for group in settings["groups"]:
         if "betas" in group:  # JSON has no tuples
@@ -289,21 +289,21 @@ def read_optimizer(optimizer: Optimizer, path: Path) -> dict[str, Any]:
         index, _, key = name.partition(".")
         parameter = parameters[int(index)]
         if isinstance(value, Tensor):
-            value = value.clone()  # out of the file, which stays mapped otherwise
+            value = value.clone()  # otherwise the file stays mapped
             if value.shape == parameter.shape:
                 value = laid_out_like(value, parameter)
             elif isinstance(optimizer, Adam) and key != "step":
-                raise CheckpointError(  # a fused step would read beyond its end
+                raise CheckpointError(  # a fused step would read past the tensor's end
                     f"{path}: {name} must have the shape of its parameter, {list(parameter.shape)}, got "
-                    f"{list(value.shape)}. It was wrong when it was saved: use another checkpoint. Nothing was loaded."
+                    f"{list(value.shape)}. It was saved wrong. Use another checkpoint. Nothing was loaded."
                 )
         state.setdefault(int(index), {})[key] = value
     return {"state": dict(sorted(state.items())), "param_groups": settings["groups"]}
 
 
 def _layout(optimizer: Optimizer) -> list[str]:
-    """What must be the same to continue: the optimizer's family, its groups and the shapes of its parameters."""
-    # Adam, AdamW and HybridAdam keep the same state, so each continues what another began.
+    """Return what must match to load the state: the optimizer's family, its groups and its parameters' shapes."""
+    # Adam, AdamW and HybridAdam have the same state, so each can load that of another.
     family = "Adam" if isinstance(optimizer, Adam) else type(optimizer).__name__
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     shapes = [f"{list(parameter.shape)} as parameter {i}" for i, parameter in enumerate(_parameters_of(optimizer))]
@@ -314,12 +314,12 @@ def _read_settings(path: Path) -> dict[str, Any]:
     file = path / _SETTINGS_FILE
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist, so there is no optimizer to load from {path}.")
-    if (path / MANIFEST).is_file():  # else the folder is part of a checkpoint, which has one
+    if (path / MANIFEST).is_file():  # otherwise the manifest of the whole checkpoint covers this folder
         check_files(path)
     settings: dict[str, Any] = json.loads(file.read_text())
     if settings["format"] != _OPTIMIZER_FORMAT:
         raise CheckpointError(
-            f"{file} must be an optimizer of format {_OPTIMIZER_FORMAT}, got {settings['format']}. Use the coati that "
-            "wrote it, or start with a fresh optimizer."
+            f"{file} must be an optimizer of format {_OPTIMIZER_FORMAT}, got {settings['format']}. Use the version of "
+            "coati that wrote it, or start with a new optimizer."
         )
     return settings

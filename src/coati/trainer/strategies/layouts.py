@@ -1,6 +1,6 @@
-"""The layouts: plain data parallelism, and sharded training on torch's FSDP2.
+"""The strategies: plain data parallelism, and sharded training with torch's FSDP2.
 
-The stages of ZeRO differ in when whole weights and gradients are given up.
+The ZeRO stages differ in when full weights and gradients are freed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from coati.trainer.strategies.base import Strategy
 
 
 class DDPStrategy(Strategy):
-    """Whole model on every rank, gradients shared.
+    """Keeps a whole model on every rank and all-reduces gradients.
 
-    With one rank there is no process group and no wrapper. With more, `prepare` wraps trained models in
-    `DistributedDataParallel`: every trainable parameter must take part in the loss.
+    With one rank, there is no process group and no wrapper. With several, `prepare` wraps trained models in
+    `DistributedDataParallel`, so every trainable parameter must contribute to the loss.
     """
 
     def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -37,34 +37,34 @@ class DDPStrategy(Strategy):
         if self.compute_dtype is not None:
             model.forward = CastWeights(model, self.compute_dtype)
         if optimizer.state:
-            # Loading an optimizer's state into itself moves it to where the parameters are now.
+            # Loading the state dict moves the state to the parameters' new device.
             optimizer.load_state_dict(optimizer.state_dict())
         if self.world_size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return model, optimizer
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self.device] if self.device.type == "cuda" else None,
-            # Buffers are synchronised once, here; language models do not change them in training.
+            # The constructor synchronizes buffers once; language models do not change them in training.
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )
         return wrapped, optimizer
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Give the module that went into `prepare`."""
+        """Return the module that was passed to `prepare`."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Keep gradients on this rank."""
+        """Return a context that delays the all-reduce of gradients."""
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 class CastWeights:
-    """A model's forward pass, made with copies of its weights in another format.
+    """A model's forward pass, computed with copies of its weights in another dtype.
 
-    Makers get the same copies. Gradients arrive in the format of the weights, which may change between passes, but must
-    not be replaced by others. FSDP2's mixed-precision policy gives the same bits, but for a single rank it took 1.8
-    (Gemini) to 2.3 times (ZeRO-2) the step on an H200 (docs/performance.md).
+    Makers receive the same copies. Gradients have the dtype of the weights. The weights may change in place between
+    passes, but must not be replaced. FSDP2's mixed-precision policy gives bit-identical results, but on a single H200 a
+    step took 1.8 (Gemini) to 2.3 times (ZeRO-2) as long (docs/performance.md).
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -72,7 +72,7 @@ class CastWeights:
         self._forward = model.forward
         self._dtype = dtype
         self._weights = [weight for weight in model.parameters() if weight.is_floating_point()]
-        # A tied weight is read at several places.
+        # A tied weight is read in several places.
         self._places = [
             (module, name, weight)
             for module in model.modules()
@@ -81,7 +81,7 @@ class CastWeights:
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass."""
+        """Run the forward pass."""
         swapped = _Swapped(self._places, {weight: weight.to(self._dtype) for weight in self._weights})
         before, _pass.swapped = _pass.swapped, swapped
         try:
@@ -92,12 +92,12 @@ class CastWeights:
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """`context_fn` of `torch.utils.checkpoint`: what the backward pass computes again sees the copies of its pass."""
+    """Return contexts for `torch.utils.checkpoint`, in which recomputation uses the weight copies of its pass."""
     return nullcontext(), _pass.swapped or nullcontext()
 
 
 class _Swapped:
-    """A context in which copies take the places of the weights; it may be entered more than once."""
+    """A context in which copies replace the weights; it may be entered more than once."""
 
     def __init__(self, places: Sequence[tuple[nn.Module, str, nn.Parameter]], copies: Mapping[Tensor, Tensor]) -> None:
         self._places = places
@@ -113,7 +113,7 @@ class _Swapped:
 
 
 class _Pass(threading.local):
-    """The forward pass that this thread makes."""
+    """The swapped weights of the forward pass that this thread is running."""
 
     swapped: _Swapped | None = None
 
@@ -122,9 +122,10 @@ _pass = _Pass()
 
 
 class ShardedStrategy(Strategy):
-    """Every rank keeps one shard of parameters, gradients and optimizer state at rest.
+    """Keeps one shard of parameters, gradients and optimizer state on every rank between steps.
 
-    With `cpu_offload` that is in host memory, where the optimizer steps too; for the other options see `Strategy`.
+    With `cpu_offload`, the shards are in host memory, where the optimizer also steps. See `Strategy` for the other
+    options.
     """
 
     optimizer_class = HybridAdam
@@ -136,10 +137,10 @@ class ShardedStrategy(Strategy):
         self._cpu_offload = cpu_offload
 
     def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Start from rank 0's weights, shard the model in place and point the optimizer at the shards."""
+        """Broadcast rank 0's weights, shard the model in place, and point the optimizer at the shards."""
         if optimizer.state:
             raise ConfigError(
-                "prepare must come before the first optimizer step: this optimizer already holds state for "
+                "prepare must come before the first optimizer step: this optimizer already has state for "
                 "parameters that are about to be sharded. Prepare first, then use load_optimizer."
             )
         before = dict(model.named_parameters())
@@ -150,19 +151,19 @@ class ShardedStrategy(Strategy):
             group["params"] = [successor[id(parameter)] for parameter in group["params"]]
         return model, optimizer
 
-    def _prepare_lone(self, model: nn.Module) -> nn.Module:
+    def _prepare_for_inference(self, model: nn.Module) -> nn.Module:
         if self.any_rank(any(parameter.is_meta for parameter in model.parameters())):
-            self._agree_on_formats(model)
-            self._fill_from_rank0(model)
-        return super()._prepare_lone(model)
+            self._sync_dtypes(model)
+            self._broadcast_from_rank0(model)
+        return super()._prepare_for_inference(model)
 
     def _shard(self, model: nn.Module) -> None:
-        """Shard the parameters over all ranks, in place; each transformer block, and the rest, is gathered together.
+        """Shard the parameters over all ranks, in place; each transformer block is gathered as one group, the rest too.
 
-        Each group gets rank 0's weights just before it is sharded, so that ranks without them hold one group.
+        Each group receives rank 0's weights just before it is sharded, so other ranks hold only one whole group.
         """
         if self.world_size > 1:
-            self._agree_on_formats(model)
+            self._sync_dtypes(model)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         offloads = self.device.type != "cpu" and self._cpu_offload
         offload: OffloadPolicy = CPUOffloadPolicy() if offloads else OffloadPolicy()
@@ -170,7 +171,7 @@ class ShardedStrategy(Strategy):
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=reduce_dtype)
         for module in [*transformer_blocks(model), model]:
             if self.world_size > 1:
-                self._fill_from_rank0(module)
+                self._broadcast_from_rank0(module)
             fully_shard(
                 module,
                 mesh=mesh,
@@ -179,8 +180,8 @@ class ShardedStrategy(Strategy):
                 mp_policy=precision,
             )
 
-    def _agree_on_formats(self, model: nn.Module) -> None:
-        """Give the tensors rank 0's formats, which only a file may tell; refuse a model that is another one there."""
+    def _sync_dtypes(self, model: nn.Module) -> None:
+        """Convert tensors to rank 0's dtypes, which only it may have read from a file; refuse a different model."""
         tensors = (*model.named_parameters(), *model.named_buffers())
         layout = [(name, tuple(tensor.shape)) for name, tensor in tensors]
         of_rank0: list[Any] = [(layout, [tensor.dtype for _, tensor in tensors])]
@@ -192,7 +193,7 @@ class ShardedStrategy(Strategy):
             if differing:
                 raise ConfigError(
                     f"all ranks must prepare the same model, but {min(differing)} is not on both rank 0 and rank "
-                    f"{self.rank}. Build it from one path or config."
+                    f"{self.rank}. Build it from the same path or config on every rank."
                 )
 
         self.run_on_all(check, "prepare the model of rank 0")
@@ -200,9 +201,9 @@ class ShardedStrategy(Strategy):
             tensor.data = tensor.data.to(dtype)
 
     @torch.no_grad()
-    def _fill_from_rank0(self, module: nn.Module) -> None:
-        """Give a module's tensors that are not sharded yet rank 0's values, and memory where they have none."""
-        made: dict[Tensor, Any] = {}  # tied ones stay tied
+    def _broadcast_from_rank0(self, module: nn.Module) -> None:
+        """Copy rank 0's values to a module's tensors that are not sharded yet, allocating those on the meta device."""
+        made: dict[Tensor, Any] = {}  # by meta tensor, so that tied weights stay tied
         for part in module.modules():
             for tensors in (part._parameters, part._buffers):
                 for key, tensor in tensors.items():
@@ -222,8 +223,8 @@ class ShardedStrategy(Strategy):
 class LowLevelZeroStrategy(ShardedStrategy):
     """ZeRO stages 1 and 2: parameters are gathered for the forward pass and stay whole until the backward pass ends.
 
-    Stage 1 keeps parameters and gradients whole over all micro-batches of a step and exchanges them once. Stage 2
-    shards the gradients of each micro-batch.
+    Stage 1 keeps parameters and gradients whole over all micro-batches of a step, and exchanges them once. Stage 2
+    shards gradients after each micro-batch.
     """
 
     def __init__(
@@ -242,20 +243,20 @@ class LowLevelZeroStrategy(ShardedStrategy):
         self._stage = stage
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Keep whole gradients and parameters on this rank in stage 1; stage 2 exchanges gradients every time."""
+        """Return a context in which stage 1 keeps gradients and parameters whole; does nothing in stage 2."""
         if self._stage == 1 and isinstance(model, FSDPModule):
-            return _kept_whole(model)
+            return _keep_unsharded(model)
         return nullcontext()
 
 
 class GeminiStrategy(ShardedStrategy):
-    """Every rank keeps one shard of parameters, gradients and state; a block is whole only while it computes."""
+    """ZeRO stage 3: every rank keeps one shard of everything; a block is whole only while it computes."""
 
     _reshards_after_forward = True
 
 
 @contextmanager
-def _kept_whole(model: FSDPModule) -> Iterator[None]:
+def _keep_unsharded(model: FSDPModule) -> Iterator[None]:
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False)
     try:
@@ -266,7 +267,7 @@ def _kept_whole(model: FSDPModule) -> Iterator[None]:
 
 
 def transformer_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost repeated blocks: members of every `ModuleList` of two or more modules of one class."""
+    """Yield the outermost repeated blocks: the members of each `ModuleList` of two or more modules of one class."""
     for child in model.children():
         blocks = list(child) if isinstance(child, nn.ModuleList) else []
         is_stack = len(blocks) > 1 and len({type(block) for block in blocks}) == 1

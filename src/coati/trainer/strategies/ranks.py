@@ -1,4 +1,4 @@
-"""This process among the ranks of a job: the five environment variables, the device, and collective operations."""
+"""This process as a rank of a distributed job: environment variables, device, and collective operations."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ _ENV_KEYS = (*_NUMBER_KEYS, "MASTER_ADDR")
 
 
 class RankInfo(NamedTuple):
-    """One rank's place in the job, as the five environment variables say."""
+    """The rank of this process in the job, as given by the five environment variables."""
 
     rank: int = 0
     local_rank: int = 0
-    """Number of this process on its machine, from 0."""
+    """Index of this process on its machine, from 0."""
     world_size: int = 1
-    meeting: str = ""
+    rendezvous: str = ""
     """Host and port of rank 0; empty for a single process."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> RankInfo:
-        """Read the five variables; none of them set means one process. Some would end in a hang, and are refused."""
+        """Read the five variables; if none is set, return a single process.
+
+        Raises ConfigError if only some are set or a value is invalid, because the ranks would hang.
+        """
         environ = os.environ if environ is None else environ
         given = {key: environ[key] for key in _ENV_KEYS if environ.get(key)}
         if not given:
@@ -50,9 +53,9 @@ class RankInfo(NamedTuple):
 
 
 class Ranks:
-    """This rank's place and device, and what it exchanges with the other ranks.
+    """This rank, its device, and its collective operations.
 
-    Every method that talks to other ranks must be called by all of them in the same order.
+    All ranks must call the collective methods in the same order.
     """
 
     def __init__(self, *, device: str | torch.device | None, timeout_seconds: float, needs_group: bool) -> None:
@@ -62,7 +65,7 @@ class Ranks:
         info = RankInfo.from_env()
         self.rank, self.world_size = info.rank, info.world_size
         self.device = choose_device(device, info.local_rank)
-        """Where models live and batches belong."""
+        """The device of models and batches."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._made_group = False
@@ -70,7 +73,7 @@ class Ranks:
             self._made_group = _join_process_group(info, self.device, timeout_seconds=timeout_seconds)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum the tensor over all ranks: a new tensor on the same device (itself, for one rank)."""
+        """Return the sum of the tensor over all ranks, on the same device; with one rank, the tensor itself."""
         if self.world_size == 1:
             return tensor
         total = tensor.detach().to(self.device, copy=True)
@@ -78,7 +81,7 @@ class Ranks:
         return total.to(tensor.device)
 
     def all_gather(self, vector: Tensor) -> Tensor:
-        """Gather every rank's vector, [W, n] from [n], in the order of ranks; all pass the same length and dtype."""
+        """Gather every rank's vector, [W, n] from [n], in rank order; all must pass the same length and dtype."""
         if self.world_size == 1:
             return vector.detach().unsqueeze(0)
         mine = vector.detach().to(self.device).contiguous()
@@ -86,12 +89,12 @@ class Ranks:
         dist.all_gather(rows, mine)
         return torch.stack(rows).to(vector.device)
 
-    def any_rank(self, is_so: bool) -> bool:
-        """Whether it is so on some rank."""
-        return bool(self.all_reduce_sum(torch.tensor(int(is_so))) > 0)
+    def any_rank(self, condition: bool) -> bool:
+        """Whether the condition holds on any rank."""
+        return bool(self.all_reduce_sum(torch.tensor(int(condition))) > 0)
 
     def run_on_all(self, work: Callable[[], _T], what: str) -> _T:
-        """Run `work` on every rank; if it fails on one, raise on all, so that none waits for a rank that left."""
+        """Run `work` on every rank; if it fails on any, raise on all, so that none waits for a rank that left."""
         failure: Exception | None = None
         result: _T | None = None
         try:
@@ -102,44 +105,44 @@ class Ranks:
         if failure is not None:
             raise failure
         if has_failed:
-            raise CheckpointError(f"another rank could not {what}; its own message says why.")
+            raise CheckpointError(f"another rank could not {what}; see that rank's error.")
         return result  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Leave the process group, if this object made it; it is of no use afterwards."""
+        """Destroy the process group if this object created it; the object cannot be used afterwards."""
         if self._made_group and dist.is_initialized():
             dist.destroy_process_group()
         self._made_group = False
 
 
 def choose_device(requested: str | torch.device | None, local_rank: int) -> torch.device:
-    """`requested`, else this rank's GPU, else the CPU."""
+    """Return the requested device, or else this rank's GPU, or else the CPU."""
     if requested is None:
         if not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     device = torch.device(requested)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {str(device)!r} needs CUDA, and torch sees none on this machine. Use device='cpu'.")
+        raise ConfigError(f"device {str(device)!r} needs CUDA, but torch finds none on this machine. Use device='cpu'.")
     is_some_gpu = str(device) == "cuda"
     return torch.device("cuda", local_rank % torch.cuda.device_count()) if is_some_gpu else device
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch alike on every rank, so that ranks build the same models."""
+    """Seed Python, numpy and torch; the same seed on every rank makes all ranks build the same models."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of the generators that training draws from."""
+    """Return the states of torch's random generators on the CPU and on `device`."""
     on_gpu = {"random.cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
     return {"random.cpu": torch.get_rng_state(), **on_gpu}
 
 
 def restore_random_state(tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Take a `random_state` out of the tensors, and set the generators to it."""
+    """Restore the generators from a `random_state`, and remove its entries from `tensors`."""
     torch.set_rng_state(tensors.pop("random.cpu"))
     on_gpu = tensors.pop("random.cuda", None)
     if on_gpu is not None and device.type == "cuda":
@@ -147,7 +150,7 @@ def restore_random_state(tensors: dict[str, Tensor], device: torch.device) -> No
 
 
 def _join_process_group(info: RankInfo, device: torch.device, *, timeout_seconds: float) -> bool:
-    """Join torch's default process group, which may exist already; returns whether this call made it."""
+    """Join torch's default process group, creating it if needed; return whether this call created it."""
     if dist.is_initialized():
         there = (dist.get_rank(), dist.get_world_size())
         if there != (info.rank, info.world_size):
@@ -156,7 +159,7 @@ def _join_process_group(info: RankInfo, device: torch.device, *, timeout_seconds
                 f"environment says rank {info.rank} of {info.world_size}. Destroy the group first."
             )
         return False
-    # On GPUs gloo is there too: offloaded shards live, and are gathered, on the host.
+    # On GPUs, gloo gathers offloaded shards, which are in host memory.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     if info.world_size == 1:
@@ -171,8 +174,8 @@ def _join_process_group(info: RankInfo, device: torch.device, *, timeout_seconds
         said = str(error).strip().split("\n", 1)[0]
         is_late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         raise (DeadlineExceeded if is_late else ConfigError)(
-            f"rank {info.rank} of {info.world_size} could not meet the other ranks at MASTER_ADDR {info.meeting} "
-            f"within {timeout_seconds:g} s (timeout_seconds). Check that all were started, that the host is right and "
-            f"the port free. torch said: {said}"
+            f"rank {info.rank} of {info.world_size} could not reach the other ranks at MASTER_ADDR {info.rendezvous} "
+            f"within {timeout_seconds:g} s (timeout_seconds). Check that all ranks were started, that the host is "
+            f"correct and that the port is free. torch reported: {said}"
         ) from error
     return True
