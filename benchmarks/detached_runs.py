@@ -64,7 +64,7 @@ class Workload:
     kv_heads: int = 0
     """0 = the number of heads."""
     vocabulary: int = 0
-    """0 = the size of the tokenizer's vocabulary. Otherwise input and output embeddings are tied, as in small models."""
+    """0 = the tokenizer's vocabulary size. Otherwise input and output embeddings are tied, as in small models."""
     prompt_tokens: int = 8
     new_tokens: int = 16
     batch: int = 64

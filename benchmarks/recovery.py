@@ -128,7 +128,7 @@ def _times(run: LivingRun, actor: str, work: str, died: float, said: list[float]
 
 @contextlib.contextmanager
 def three_nodes(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Start three raylets with one CPU each and tuned health checks; yield the address and a function that kills one."""
+    """Start three raylets with one CPU and tuned health checks; yield the address and a function that kills one."""
     health = dict(re.findall(r"(RAY_health_check\w+)=(\d+)", (ROOT / "docs" / "cluster.md").read_text()))
     with subprocess.Popen(
         [sys.executable, str(ROOT / "tests" / "ray" / "cluster_process.py")],
@@ -191,9 +191,7 @@ def grow(folder: Path, minutes: int) -> None:
     finally:
         run.end()
     assert not run.account().problems, run.account().problems
-    print(
-        f"\nmemory with steps of {SLOW_STEP_SECONDS:g} s, over {minutes} minutes: MB at the end, MB of growth per 10 minutes"
-    )
+    print(f"\nmemory with steps of {SLOW_STEP_SECONDS:g} s, over {minutes} minutes: final MB, growth per 10 minutes")
     lasting = {process: series for process, series in memory.items() if series[-1][0] - series[0][0] > minutes * 30}
     for (_, name), series in sorted(lasting.items(), key=lambda item: -item[1][-1][1]):
         print(f"{name:32} {series[-1][1]:8.1f} {slope(series):+8.2f}")
