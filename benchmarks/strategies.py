@@ -17,9 +17,9 @@ case.
 `--largest` searches for the deepest model that trains, in layers of 61M weights: first the depth at which weights,
 gradients and moments alone fill the memory, then half of it, then by bisection (`largest_model.py`). It reports
 whether the cap, the host memory (`--host-gib`) or time (`--search-seconds` per case) was the limit. Each size runs two
-steps; the second includes Adam's moments. A weight costs 8 bytes (bfloat16 weight, gradient and two moments), on the GPU
-or on the host, and the critic is as large as the actor. Sizes are powers of two, because torch rounds pinned memory up
-to them.
+steps; the second includes Adam's moments. A weight costs 8 bytes (bfloat16 weight, gradient and two moments), on the
+GPU or on the host, and the critic is as large as the actor. Sizes are powers of two, because torch rounds pinned memory
+up to them.
 """
 
 import argparse
