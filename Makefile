@@ -1,12 +1,12 @@
 # Two commands do everything on a fresh machine with Python >= 3.11 and make:
-#   make demo    install into .venv and watch a small language model learn, through the whole system
-#   make test    install into .venv and run the tests (make test-all: the long ones too)
+#   make demo    install into .venv and train a small language model with the whole system
+#   make test    install into .venv and run the tests (make test-all: including the long ones)
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-unexport PYTHONDONTWRITEBYTECODE  # or pytest compiles every test file again in every worker
+unexport PYTHONDONTWRITEBYTECODE  # otherwise pytest recompiles every test file in every worker
 
 .PHONY: demo test test-long test-all test-vllm test-trackers chaos unit coverage check format install clean
 
@@ -24,21 +24,21 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/coati demo
 
-# Two workers, each with its own Ray: most of the time goes into processes that start. Whole files stay together, so
-# that a module's fixtures are made once.
+# Two workers, each with its own Ray, because most of the time is spent starting processes. Whole files stay on one
+# worker, so that module fixtures are created once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(PYTEST) -m "not long" tests
 
-# Clusters of several nodes, many seeds, whole learning curves, properties on many examples.
+# Clusters of several nodes, many seeds, whole learning curves, property tests with many examples.
 test-long: $(STAMP)
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile long tests
 
 test-all: test test-long
 
-# vLLM wants older versions of some packages, so it has an environment of its own, on top of ours. What it brings for
-# pictures and sound does not load beside a torch for the CPU. Without torch.compile it needs no compiler.
+# vLLM needs older versions of some packages, so it gets its own environment on top of .venv. Its image and audio packages
+# do not load with a CPU build of torch and are removed. Without torch.compile it needs no compiler.
 VLLM_VENV ?= .venv-vllm
 $(VLLM_VENV)/.installed: $(STAMP) constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -52,7 +52,7 @@ $(VLLM_VENV)/.installed: $(STAMP) constraints-vllm.txt
 test-vllm: $(VLLM_VENV)/.installed
 	TORCH_COMPILE_DISABLE=1 $(VLLM_VENV)/bin/python -m pytest tests/with_vllm
 
-# swanlab and trackio want older versions of two packages, so trackers have an environment of their own, on top of ours.
+# swanlab and trackio need older versions of two packages, so trackers get their own environment on top of .venv.
 TRACKERS_VENV ?= .venv-trackers
 $(TRACKERS_VENV)/.installed: $(STAMP) constraints-trackers.txt
 	$(PYTHON) -m venv $(TRACKERS_VENV)
@@ -65,7 +65,7 @@ $(TRACKERS_VENV)/.installed: $(STAMP) constraints-trackers.txt
 test-trackers: $(TRACKERS_VENV)/.installed
 	$(TRACKERS_VENV)/bin/python -m pytest tests/with_trackers tests/unit/monitor
 
-# A run in which something dies every 10 to 20 seconds, then the long tests of the faults in docs/reliability.md.
+# A run in which an actor is killed or stalled every 10 to 20 seconds, then the long fault tests of docs/reliability.md.
 SECONDS ?= 600
 SEED ?= 0
 chaos: $(STAMP)

@@ -1,20 +1,20 @@
-"""Do the losses and algorithms learn? Each of them on a small task, on-policy and on old data, with several seeds.
+"""Compare how losses and algorithms learn a small task, on-policy and on old data, with several seeds.
 
-    python benchmarks/algorithms.py --output runs/algorithms              all of them, 5 seeds; can be resumed
+    python benchmarks/algorithms.py --output runs/algorithms              all of them, 5 seeds; resumable
     python benchmarks/algorithms.py --output runs/x --variants clip --seeds 1 --versions 10
     python benchmarks/algorithms.py --output runs/algorithms --report     only the tables
 
-The task has a verifier: a response scores 1 if it makes the prompt a sentence of the demo's film grammar that praises
-(compound sentiment above 0.6), else 0. The base model is the demo's. Every run is one process of one thread, a maker
-and a trainer in turns: 8 prompts × 8 samples and four optimizer steps on them for a version of the weights, so that
-ratios leave 1 even on-policy, without a KL penalty. Staleness 0 trains each version on its own samples, staleness 1
-(the default bound) on those of the version before.
+The task has a verifier: a response scores 1 if prompt and response form a sentence of the demo's film grammar that
+praises (compound sentiment above 0.6), else 0. The base model is the demo's. Each run is one process with one thread,
+in which a maker and a trainer alternate. A version has 8 prompts × 8 samples and four optimizer steps, so that ratios
+leave 1 even on-policy, and no KL penalty. Staleness 0 trains each version on its own samples, staleness 1 (the default
+bound) on those of the previous version.
 
-Reported are medians over seeds: success of 256 fresh samples of the final weights (with the lowest and highest seed),
-the mean success of all samples of the run (how quickly it was learnt), KL to the base model (distill: to the teacher)
-in nats per sample, distinct texts among 64, tokens that the loss held back or a mask dropped, and success at equal
-compute: of the samples of the last three versions that a run had made by the time that "clip" (GRPO) of the same seed
-and staleness was done, in seconds of processor time, which other processes on the machine hardly change.
+The report has medians over seeds: success of 256 fresh samples of the final weights (with the lowest and highest seed),
+mean success over all samples of the run (learning speed), KL to the base model (distill: to the teacher) in nats per
+sample, distinct texts among 64, the fraction of tokens clipped or masked, and success at equal compute: over the last
+three versions completed within the CPU time of the "clip" run (GRPO) with the same seed and staleness. CPU time hardly
+depends on other processes.
 """
 
 import argparse
@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{loss: {**GRPO, "loss": loss} for loss in ("clip", "cispo", "dppo", "sapo", "gspo", "icepop", "geometric_mask")},
     "maxrl": {"name": "maxrl"},
     "dr_grpo": {"name": "dr_grpo"},
-    "dapo": {"name": "dapo", "dynamic_sampling": False},  # a schedule has no place for prompts that replace others
+    "dapo": {"name": "dapo", "dynamic_sampling": False},  # the schedule cannot hold replacement prompts
     "rloo": {"name": "rloo", "kl_coef": 0.0},
     "reinforce++": {"name": "reinforce++", "kl_coef": 0.0},
     "reinforce++_baseline": {"name": "reinforce++_baseline", "kl_coef": 0.0},
@@ -50,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def is_praise(completions: Sequence[str], prompts: Sequence[str], **_: object) -> list[float]:
-    """1 for a sentence of the grammar that praises, else 0."""
+    """Return 1 for a sentence of the grammar that praises, else 0."""
     from sentences import is_grammatical
 
     from coati.demo.reward import film_sentiment
@@ -61,7 +61,7 @@ def is_praise(completions: Sequence[str], prompts: Sequence[str], **_: object) -
 
 
 def make_config(algorithm: dict[str, Any], seed: int, staleness: int, *, base: str, versions: int, teacher: str = ""):
-    """The settings of one run."""
+    """Return the settings of one run."""
     from coati.config import build_config
 
     return build_config(
@@ -86,7 +86,7 @@ def make_config(algorithm: dict[str, Any], seed: int, staleness: int, *, base: s
 
 
 def run(variant: str, algorithm: dict[str, Any], seed: int, staleness: int, **options: Any) -> dict[str, Any]:
-    """Train once; everything about the run that the tables want."""
+    """Train once and return the row for runs.jsonl."""
     import torch
     from fresh_samples import evaluate
     from staleness_run import Schedule, StaleRun
@@ -111,7 +111,7 @@ def run(variant: str, algorithm: dict[str, Any], seed: int, staleness: int, **op
     with tempfile.TemporaryDirectory() as folder:
         training.strategy_save_actor(folder)
         final = evaluate(config, folder, num_samples=256)
-        if (variant, seed, staleness) == ("clip", 0, 0):  # the teacher of "distill"
+        if (variant, seed, staleness) == ("clip", 0, 0):  # becomes the teacher of "distill"
             training.strategy_save_actor(f"{options['base']}/teacher")
     rewards = dict(training.rewards_by_version)
     return {
@@ -130,18 +130,18 @@ def run(variant: str, algorithm: dict[str, Any], seed: int, staleness: int, **op
 
 
 def at_compute(row: dict[str, Any], budget: float) -> float:
-    """Success of the samples of the last three versions that a run had made when so many seconds had passed."""
+    """Return the success over the last three versions completed within `budget` seconds of CPU time."""
     made = [int(version) for version in row["curve"] if int(version) == 0 or row["seconds"][int(version) - 1] <= budget]
     return statistics.fmean(row["curve"][str(version)] for version in made[-3:])
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """Print the tables, and samples to look at."""
+    """Print the tables and some samples."""
     budgets = {(row["seed"], row["staleness"]): row["seconds"][-1] for row in rows if row["variant"] == "clip"}
     for staleness in STALENESS:
         print(f"\nStaleness {staleness}\n")
         heads = ["variant", "seeds", "success", "lowest to highest", "over the run", "equal compute", "KL", "distinct"]
-        print(f"| {' | '.join([*heads, 'held back'])} |\n|{'---|' * (len(heads) + 1)}")
+        print(f"| {' | '.join([*heads, 'clipped'])} |\n|{'---|' * (len(heads) + 1)}")
         names = dict.fromkeys(row["variant"] for row in rows)
         for name in names:
             own = [row for row in rows if (row["variant"], row["staleness"]) == (name, staleness)]
@@ -180,7 +180,7 @@ def main() -> None:
     journal, base = arguments.output / "runs.jsonl", arguments.output / "base"
     rows = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
     done = {(row["variant"], row["seed"], row["staleness"]) for row in rows}
-    # Seed by seed, so that what is there is always a whole table.
+    # Ordered by seed, so that an interrupted benchmark has complete tables for the first seeds.
     cells = [
         (variant, seed, staleness)
         for seed in range(arguments.seeds)
@@ -196,10 +196,10 @@ def main() -> None:
         if not base.exists():
             pretrain(base)
             (base / "prompts.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in PROMPTS))
-        run("warm-up", GRPO, 0, 0, base=str(base), versions=2)  # what only the first run has to load
+        run("warm-up", GRPO, 0, 0, base=str(base), versions=2)  # so that no measured run pays for imports
         for number, (variant, seed, staleness) in enumerate(cells, 1):
             options = {"base": str(base), "versions": arguments.versions}
-            if variant == "distill":  # from what "clip" made of the base model, seed 0
+            if variant == "distill":  # the final model of "clip" with seed 0
                 options["teacher"] = str(base / "teacher")
             algorithm = VARIANTS.get(variant, {"name": "distill"})
             row = run(variant, algorithm, seed, staleness, **options)

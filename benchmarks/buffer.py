@@ -1,15 +1,14 @@
-"""Items per second through the replay buffer, over raw Ray calls that move the same bytes.
+"""Measure items per second through the replay buffer, relative to raw Ray calls that move the same bytes.
 
     python benchmarks/buffer.py
     python benchmarks/buffer.py --tokens 128+256 --batches 64
 
-Buffer: `extend` with single items, which are checked, collated to training batches and put into the queue's actor;
-then `sample`, which takes whole batches out again. Raw: an actor with a list, one call to put the arrays of a
-training batch there and one to get them back; nothing is checked, collated or counted, and there is no limit. So a
-ratio of 1 would mean that all of that is free.
+Buffer: `extend` with single items, which are checked, collated to training batches and put into the queue actor; then
+`sample`, which takes whole batches. Raw: an actor with a list, one call to put the arrays of a training batch and one
+to get them back, without checks, collation, counts or limits. A ratio of 1 would mean that these are free.
 
-Also measured: how long a consumer waits for a batch that is ready, and what checking and collating alone cost. Both
-sides alternate, after a warm-up; medians.
+The table also has the time a consumer waits for a batch that is ready, and the share of checking and collating. Both
+sides alternate after a warm-up; values are medians.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 
 @ray.remote(num_cpus=0)
 class Keeper:
-    """The least that an actor can do."""
+    """The minimal actor: a list behind two calls."""
 
     def __init__(self) -> None:
         self._batches: list = []
@@ -90,7 +89,7 @@ def collating(items: list[BufferItem], batch: int) -> float:
 
 
 def waiting(buffer: DetachedReplayBuffer, items: list[BufferItem], batch: int) -> float:
-    """Seconds until a consumer has a batch that is there."""
+    """Return the seconds until a consumer gets a batch that is ready."""
     buffer.extend(items[:batch])
     started = time.perf_counter()
     buffer.sample()
@@ -129,11 +128,11 @@ def main() -> None:
     sizes = ["16+16", "128+256", "512+1536"]
     parser.add_argument("--tokens", type=two_counts("+"), nargs="+", default=sizes, metavar="PROMPT+RESPONSE")
     parser.add_argument("--batches", type=one_or_more, nargs="+", default=[8, 64], metavar="SAMPLES")
-    parser.add_argument("--count", type=one_or_more, default=8, help="batches that go through in one repeat")
+    parser.add_argument("--count", type=one_or_more, default=8, help="batches per repeat")
     parser.add_argument("--repeats", type=one_or_more, default=9)
     parser.add_argument("--warmups", type=zero_or_more, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the rows here too")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

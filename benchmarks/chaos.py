@@ -1,12 +1,13 @@
-"""A soak: a real run on the demo's task in which an actor is killed or stalls every 10 to 20 seconds.
+"""Soak test: a real run on the demo's task in which an actor is killed or stalled every 10 to 20 seconds.
 
     python benchmarks/chaos.py --seconds 600 --seed 0
 
-The seed decides who fails when, from the first step on, at which named point of the code (`coati.faults`), and is
-printed with the schedule. At the end the run is stopped as a person would. It fails, with exit code 1, if the run ends
-before, if `coati audit` does not close (a sample lost, trained on twice, or older than the bound), or if a process or a
-folder is left behind. The growth of each process's memory is only printed: no limit holds for soaks of every length. On
-a busy machine, where actors take long to start, give them more time: --every 30 45.
+The seed decides which actor fails, when, and at which named point of the code (`coati.faults`). It is printed with the
+schedule, which starts with the first step. At the end the run is stopped with SIGINT. The test fails with exit code 1
+if the run ends early, if the account of `coati audit` does not close (a sample was lost, trained on twice, or older
+than the bound), or if a process or temporary folder is left over. The growth of each process's memory is only printed,
+because no limit holds for every duration. On a busy machine, where actors start slowly, use longer pauses:
+--every 30 45.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from checked import one_or_more, zero_or_more
 from living_run import Fault, LivingRun, slope
 
 START_SECONDS = 300.0
-STALL_SECONDS = 12.0  # longer than deadlines.stall_seconds of the run
+STALL_SECONDS = 12.0  # more than deadlines.stall_seconds of the run
 MAKER_POINTS = ("maker.generating", "maker.before_deliver", "receiver.before_chunk")
 TRAINER_POINTS = (
     *("trainer.after_forward", "trainer.after_backward", "trainer.after_step", "trainer.after_ack"),
@@ -32,7 +33,7 @@ TRAINER_POINTS = (
 
 
 def choices(makers: int, *, trainer: bool) -> list[Fault]:
-    """What may happen. One in four is the death of the trainer."""
+    """Return the possible faults. One in four kills the trainer."""
     of_makers = [
         fault
         for number in range(makers)
@@ -44,12 +45,12 @@ def choices(makers: int, *, trainer: bool) -> list[Fault]:
     of_trainer = [Fault(point, "kill", actor="trainer-0") for point in TRAINER_POINTS]
     if not trainer:
         return of_makers
-    total = math.lcm(len(of_makers), len(of_trainer))  # so that each of them is there as often as the others
+    total = math.lcm(len(of_makers), len(of_trainer))  # so that all faults of a kind are equally likely
     return of_makers * (3 * total // len(of_makers)) + of_trainer * (total // len(of_trainer))
 
 
 def seeded(seed: int, choices: list[Fault], *, seconds: float, every: tuple[float, float]) -> list[Fault]:
-    """Draw a fault every so many seconds, between two bounds, for a length of time. The same seed draws the same."""
+    """Draw a schedule of faults for `seconds`, with random pauses within `every`. Deterministic for a given seed."""
     draws, faults, at = random.Random(seed), list[Fault](), 0.0
     while (at := at + draws.uniform(*every)) < seconds:
         faults.append(dataclasses.replace(draws.choice(choices), after=round(at, 2)))
@@ -57,20 +58,20 @@ def seeded(seed: int, choices: list[Fault], *, seconds: float, every: tuple[floa
 
 
 def told(fault: Fault) -> str:
-    """A fault as a line."""
+    """Describe a fault in one line."""
     return f"{fault.after:7.2f} s  {fault.action} {fault.actor or 'any process'} at {fault.point}"
 
 
 def main() -> None:
-    """Run the soak and print what came of it."""
+    """Run the soak test and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=one_or_more, default=600)
     parser.add_argument("--seed", type=zero_or_more, default=0)
     parser.add_argument("--makers", type=one_or_more, default=2)
     parser.add_argument(
-        "--every", type=one_or_more, nargs=2, default=(10, 20), help="seconds between faults, at least and at most"
+        "--every", type=one_or_more, nargs=2, default=(10, 20), help="minimum and maximum seconds between faults"
     )
-    parser.add_argument("--only-makers", action="store_true", help="leave the trainer alone")
+    parser.add_argument("--only-makers", action="store_true", help="inject no faults into the trainer")
     parser.add_argument("--keep", action="store_true", help="keep the run's folder")
     arguments = parser.parse_args()
     possible = choices(arguments.makers, trainer=not arguments.only_makers)
@@ -86,11 +87,11 @@ def main() -> None:
     if not problems and not arguments.keep:
         shutil.rmtree(folder)
     print(*(f"FAILED: {problem}" for problem in problems), sep="\n")
-    raise SystemExit(f"see {folder}; --seed {arguments.seed} draws the same schedule" if problems else 0)
+    raise SystemExit(f"see {folder}; --seed {arguments.seed} repeats the schedule" if problems else 0)
 
 
 def soak(folder: Path, faults: list[Fault], seconds: int, *, makers: int) -> list[str]:
-    """Let a run live through the faults; returns what is wrong."""
+    """Run with the faults and return the problems found."""
     run = LivingRun(folder, faults, {"topology.makers": makers}, begins=False)
     memory: dict[tuple[int, str], list[tuple[float, float]]] = collections.defaultdict(list)
     last_step, problems = 0, []
@@ -108,11 +109,11 @@ def soak(folder: Path, faults: list[Fault], seconds: int, *, makers: int) -> lis
             )
             time.sleep(5.0)
         if run.process.poll() is not None:
-            problems.append(f"the run ended by itself with code {run.process.returncode}")
+            problems.append(f"the run ended early with exit code {run.process.returncode}")
         last_step = run.step()
         code = run.stop()
         if code not in (0, 130):
-            problems.append(f"it could not be stopped: exit code {code}")
+            problems.append(f"the run did not stop cleanly: exit code {code}")
     finally:
         run.end()
         (folder / "log.txt").write_text("\n".join(line for _, line in run.lines))
@@ -127,10 +128,10 @@ def soak(folder: Path, faults: list[Fault], seconds: int, *, makers: int) -> lis
     print(f"oldest group trained on: {account.oldest} versions; {last_step} steps; {len(run.happened())} faults")
     for (_, name), series in sorted(memory.items(), key=lambda item: -item[1][-1][1]):
         late = [point for point in series if point[0] > seconds / 3]
-        if late and late[-1][0] - late[0][0] > seconds / 3:  # others were too short-lived to tell
+        if late and late[-1][0] - late[0][0] > seconds / 3:  # others did not live long enough for a slope
             print(f"{name:32} {series[-1][1]:6.0f} MB, {slope(late):+.1f} MB in 10 minutes")
     if last_step == 0:
-        problems.append("it has not trained")
+        problems.append("the run trained no step")
     due = [number for number, fault in enumerate(faults) if fault.after < seconds - 60]
     problems += [f"did not happen: {told(faults[number])}" for number in due if number not in run.happened()]
     return problems

@@ -1,4 +1,4 @@
-"""Arguments that every benchmark checks in the same way, and what all of them keep quiet."""
+"""Argument checks and output settings that all benchmarks share."""
 
 import argparse
 import os
@@ -6,22 +6,22 @@ from collections.abc import Callable
 
 
 def one_or_more(text: str) -> int:
-    """A whole number, 1 or more."""
+    """Parse an integer of at least 1."""
     return _at_least(1, text)
 
 
 def two_or_more(text: str) -> int:
-    """A whole number, 2 or more."""
+    """Parse an integer of at least 2."""
     return _at_least(2, text)
 
 
 def zero_or_more(text: str) -> int:
-    """A whole number, 0 or more."""
+    """Parse an integer of at least 0."""
     return _at_least(0, text)
 
 
 def below_one(text: str) -> float:
-    """A number above 0 and below 1."""
+    """Parse a number between 0 and 1, exclusive."""
     try:
         value = float(text)
     except ValueError:
@@ -32,7 +32,7 @@ def below_one(text: str) -> float:
 
 
 def two_counts(separator: str) -> Callable[[str], str]:
-    """Checks for two whole numbers, 1 or more each, with something between them, such as "16+16"."""
+    """Return a check for two positive integers with `separator` between them, such as "16+16"."""
 
     def checked(text: str) -> str:
         numbers = text.split(separator)
@@ -44,7 +44,7 @@ def two_counts(separator: str) -> Callable[[str], str]:
 
 
 def check_device(parser: argparse.ArgumentParser, device: str) -> None:
-    """End with a sentence if the device is not there."""
+    """Exit with an error if the device is not available."""
     if device == "cuda":
         import torch
 
@@ -54,13 +54,13 @@ def check_device(parser: argparse.ArgumentParser, device: str) -> None:
 
 
 def check_warmup(parser: argparse.ArgumentParser, *, steps: int, warmup: int) -> None:
-    """End with a sentence if no step would be counted."""
+    """Exit with an error if no step would be counted."""
     if not warmup < steps:
         parser.error(f"--steps must be above --warmup ({warmup}), which are not counted, got {steps}")
 
 
 def quiet_libraries() -> None:
-    """Keep the progress bars and hints of libraries that are imported after this out of the output."""
+    """Silence progress bars and hints of libraries. Call it before importing them."""
     for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

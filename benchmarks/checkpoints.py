@@ -1,13 +1,13 @@
-"""What checkpoints cost a trainer: steps with and without them in turn, in one process.
+"""Measure what checkpoints cost a trainer: alternating steps with and without them, in one process.
 
     python benchmarks/checkpoints.py                  a 0.5B Qwen2 shape, float32 weights and moments, on a GPU
     python benchmarks/checkpoints.py --device cpu     a model of the demo's size, one thread
 
-A step is the learner's, on 64 samples, with data at hand: a trainer that waits for data has time to spare, so this is
-the most that checkpoints can cost. Blocks of steps alternate: one without a checkpoint, one that begins with
-`Checkpoints.save` (the training thread copies the state to host memory, another thread writes, syncs and renames it
-while the steps continue) and that ends when the checkpoint is written, as the next one would wait for that. The cost is
-the mean of the differences, with its standard error; divided by `--every` steps, it is the share of the throughput.
+A step is the learner's, on 64 samples that are ready: a trainer that waits for data has time to spare, so this is the
+maximum cost of checkpoints. Blocks of steps alternate: one without a checkpoint, and one that starts with
+`Checkpoints.save` (the training thread copies the state to host memory; another thread writes, syncs and renames it
+while training continues) and ends when the checkpoint is written, because the next one would wait for that. The cost is
+the mean difference with its standard error; divided by the time of `--every` steps, it is the share of the throughput.
 """
 
 import argparse
@@ -43,7 +43,7 @@ DEMO = Shape(
 
 
 class Blocks:
-    """Steps of a learner, and checkpoints between them."""
+    """Blocks of learner steps, with or without a checkpoint."""
 
     def __init__(self, shape: Shape, device: str, folder: Path) -> None:
         self.learner: PPOLearner = make_learner(Case(is_mixed=device == "cuda"), shape, device)
@@ -55,14 +55,14 @@ class Blocks:
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self.learner.step(self._batch.select(slice(None)))  # the learner moves it, and may write to it
+            self.learner.step(self._batch.select(slice(None)))  # the learner moves its batch and may write to it
 
     def save(self) -> None:
         self._version += 1
         self._checkpoints.save(self._version, {})
 
     def block(self, count: int, *, saves: bool) -> dict[str, float]:
-        """Seconds of a block, and of its parts."""
+        """Run a block and return its seconds and those of its parts."""
         began = time.perf_counter()
         if saves:
             self.save()
@@ -74,7 +74,7 @@ class Blocks:
         return {"total": ended - began, "copy": copied - began, "steps": stepped - copied, "wait": ended - stepped}
 
     def time_to_write(self) -> float:
-        """Seconds until a checkpoint is written, with nothing else going on."""
+        """Return the seconds to write a checkpoint while training is idle."""
         began = time.perf_counter()
         self.save()
         self._checkpoints.wait()
@@ -84,7 +84,7 @@ class Blocks:
 def measure(shape: Shape, device: str, folder: Path, *, steps: int, rounds: int) -> dict[str, object]:
     blocks = Blocks(shape, device, folder)
     blocks.steps(5)
-    first = blocks.block(3, saves=True)  # with what only the first one does
+    first = blocks.block(3, saves=True)  # includes one-time costs
     write = blocks.time_to_write()
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{size / 2**20:.1f} MiB; first copy {first['copy']:.2f} s; written in {write:.2f} s", flush=True)
@@ -111,12 +111,14 @@ def measure(shape: Shape, device: str, folder: Path, *, steps: int, rounds: int)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model and batches of nearly nothing")
-    parser.add_argument("--every", type=one_or_more, default=50, help="steps for each checkpoint (train.save_every)")
-    parser.add_argument("--steps", type=one_or_more, help="steps of a block; by default 50, on the CPU 10")
-    parser.add_argument("--rounds", type=two_or_more, help="pairs of blocks; by default 5, on the CPU 100")
-    parser.add_argument("--folder", type=Path, help="where checkpoints go; by default a temporary folder")
-    parser.add_argument("--json", type=Path, help="write all numbers here too")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model and tiny batches")
+    parser.add_argument("--every", type=one_or_more, default=50, help="steps per checkpoint (train.save_every)")
+    parser.add_argument("--steps", type=one_or_more, help="steps per block; default 50, on the CPU 10")
+    parser.add_argument("--rounds", type=two_or_more, help="pairs of blocks; default 5, on the CPU 100")
+    parser.add_argument(
+        "--folder", type=Path, help="parent folder for checkpoints; default: the system's temporary folder"
+    )
+    parser.add_argument("--json", type=Path, help="also write all numbers to this file")
     options = parser.parse_args()
     check_device(parser, options.device)
     steps, rounds = (10, 100) if options.device == "cpu" else (50, 5)
@@ -131,7 +133,7 @@ def main() -> None:
     share, share_error = (seconds / (step * options.every) for seconds in (cost, error))
     print(
         f"a checkpoint costs {cost:.3f} ± {error:.3f} s or {cost / step:.2f} steps of {step:.3f} s, of which "
-        f"{result['copy_seconds']:.3f} s are the copy; every {options.every} steps: {share:.1%} ± {share_error:.1%}"
+        f"{result['copy_seconds']:.3f} s for the copy; every {options.every} steps: {share:.1%} ± {share_error:.1%}"
     )
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

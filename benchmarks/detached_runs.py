@@ -1,4 +1,4 @@
-"""What benchmarks of whole detached runs share: a random model of any size, a run of it, and its times from spans."""
+"""Shared by benchmarks of whole detached runs: random models of any size, runs with them, and timings from spans."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from coati.monitor import RunLog
 from coati.monitor.report import read_run
 from coati.monitor.timeline import Span
 
-# A program that says when it is ready, waits for a line, and then says how many rounds it did in so many seconds.
+# A program that reports when it is ready, waits for a line, and then prints how often it loops in the given seconds.
 _SPIN = """
 import sys, time
 print("ready", flush=True)
@@ -29,7 +29,7 @@ print(count)
 
 
 def machine_gain(processes: int, *, seconds: float = 1.0, repeats: int = 3) -> float:
-    """How much more so many busy processes get done than one, now: as many as there are free cores, at most."""
+    """Measure the speedup of `processes` busy processes over one: at most the number of idle cores."""
 
     def rounds(count: int) -> int:
         command = [sys.executable, "-c", _SPIN, str(seconds)]
@@ -39,7 +39,7 @@ def machine_gain(processes: int, *, seconds: float = 1.0, repeats: int = 3) -> f
         for process in started:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n", "a busy process did not start"
-        for process in started:  # all of them at once
+        for process in started:  # start them together
             assert process.stdin is not None
             process.stdin.write("\n")
             process.stdin.flush()
@@ -49,28 +49,28 @@ def machine_gain(processes: int, *, seconds: float = 1.0, repeats: int = 3) -> f
 
 
 def reward(completions: list[str], **_: object) -> list[float]:
-    """Something to learn that costs nothing to compute."""
+    """Return a reward that costs nothing to compute."""
     return [float(len(text) % 7) for text in completions]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and what is done with it. Responses always have `new_tokens` tokens."""
+    """A model, its batches and its device. Responses always have `new_tokens` tokens."""
 
     hidden: int = 64
     layers: int = 2
     inner: int = 0
-    """Width of the feed-forward layers; 0: twice `hidden`."""
+    """Width of the feed-forward layers; 0 = twice `hidden`."""
     kv_heads: int = 0
-    """0: as many as there are heads."""
+    """0 = the number of heads."""
     vocabulary: int = 0
-    """0: as many words as the tokenizer has. Otherwise input and output share their embeddings, as in small models."""
+    """0 = the tokenizer's vocabulary size. Otherwise input and output embeddings are tied, as in small models."""
     prompt_tokens: int = 8
     new_tokens: int = 16
     batch: int = 64
-    """Samples of a training step; the makers of a run share them."""
+    """Samples per training step, divided among the makers of a run."""
     micro_batch: int = 0
-    """Samples of one pass of the learner; 0: all of them."""
+    """Samples per pass of the learner; 0 = the whole batch."""
     steps: int = 24
     device: str = "cpu"
     dtype: str = "float32"
@@ -78,7 +78,7 @@ class Workload:
     seed: int = 0
 
     def save_model(self, folder: Path) -> Path:
-        """Random weights and the demo's tokenizer, as a folder that transformers loads."""
+        """Save random weights and the demo's tokenizer as a transformers folder."""
         import torch
         from transformers import LlamaForCausalLM
 
@@ -101,13 +101,13 @@ class Workload:
         return path
 
     def prompts(self) -> list[str]:
-        """As many as a batch has samples, of random words, so that none begins like another."""
+        """Return one prompt of random words per sample of a batch, so that no two share a prefix."""
         draw = random.Random(self.seed)
         words = sorted({word for prompt in PROMPTS for word in prompt.split()})
         return [" ".join(draw.choices(words, k=max(2, self.prompt_tokens))) for _ in range(self.batch)]
 
     def config(self, folder: Path, *, makers: int, staleness: int) -> RunSettings:
-        """Settings of one run; the demo's learning rates would do, but nothing is to be learnt here."""
+        """Return the settings of one run. Nothing is meant to be learned."""
         prompts = folder / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in self.prompts()))
         on_gpu = self.device == "cuda"
@@ -141,13 +141,13 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The steady part of a run: between the ends of two training steps, the first of them after the warm-up."""
+    """The steady part of a run: from the end of the last warm-up step to the end of the last step."""
 
     seconds: float
     steps: int
     samples: int
     spent: dict[str, dict[str, float]]
-    """Seconds of each activity in that part, by actor."""
+    """Seconds of each activity in this part, by actor."""
 
     @property
     def seconds_per_step(self) -> float:
@@ -158,12 +158,12 @@ class Measured:
         return self.samples / self.seconds
 
     def work_per_step(self, actor: str) -> float:
-        """Seconds in which an actor did something, for each step."""
+        """Return the seconds per step in which an actor did not wait."""
         return sum(s for what, s in self.spent[actor].items() if not what.startswith("wait_")) / self.steps
 
 
 def run(workload: Workload, folder: Path, *, makers: int = 1, staleness: int = 1, warmup: int = 4) -> Measured:
-    """Train once, on a private Ray, and read the times off the spans."""
+    """Train once on a private Ray and measure times from the spans."""
     from coati.ray.launcher import DetachedRun
 
     quiet_libraries()
@@ -180,7 +180,7 @@ def run(workload: Workload, folder: Path, *, makers: int = 1, staleness: int = 1
 
 
 def measure(by_actor: dict[str, list[Span]], *, batch: int, warmup: int) -> Measured:
-    """Cut the warm-up off and add up."""
+    """Sum up times per activity, without the warm-up."""
     steps = sorted(span.end for span in by_actor["trainer-0"] if span.what == "train")
     start, end = steps[warmup - 1], steps[-1]
     spent: dict[str, dict[str, float]] = {}

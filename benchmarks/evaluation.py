@@ -1,16 +1,16 @@
-"""What evaluation costs training: the same run with an evaluation set and without, in turn.
+"""Measure what evaluations cost training: the same run with and without an evaluation set, alternating.
 
-    python benchmarks/evaluation.py                    a trainer that is the bottleneck, so that the maker has room
+    python benchmarks/evaluation.py                    the trainer is the bottleneck, so the maker has spare capacity
     python benchmarks/evaluation.py --epochs 1         the maker has none
     python benchmarks/evaluation.py --device cuda --makers 2
 
-One step makes one version. Every `--every` versions a maker samples and scores `--prompts` prompts, with the weights of
-one version. Runs with and without alternate, `--rounds` times over; the table has medians of the steady part, without
-the warm-up and what comes before and after training.
+One step makes one version. Every `--every` versions a maker samples and scores `--prompts` prompts with the weights of
+one version. Runs with and without the set alternate `--rounds` times. The table has medians of the steady part, without
+warm-up and without the time before and after training.
 
-    s/step      seconds for each step
-    evaluating  share of the time that makers spend on evaluations
-    cost        how much longer a step takes with them
+    s/step      seconds per step
+    evaluating  share of the makers' time that evaluations take
+    cost        increase of s/step
 """
 
 import argparse
@@ -28,7 +28,7 @@ from coati.monitor.report import read_run
 
 
 def settings(workload: Workload, folder: Path, arguments: argparse.Namespace, *, evaluates: bool) -> RunSettings:
-    """The run of a workload, with more epochs than it has, and the evaluation set."""
+    """Return the settings of a workload with `--epochs`, and with the evaluation set if `evaluates`."""
     plain = workload.config(folder, makers=arguments.makers, staleness=arguments.staleness)
     sections = plain.model_dump()
     sections["train"]["epochs"] = arguments.epochs
@@ -45,7 +45,7 @@ def settings(workload: Workload, folder: Path, arguments: argparse.Namespace, *,
 
 
 def run(config: RunSettings, here: Path, *, batch: int, warmup: int) -> tuple[Measured, int]:
-    """Train once; returns the times, and how many evaluations were made."""
+    """Train once; return the timings and the number of evaluations."""
     from coati.ray.launcher import DetachedRun
 
     quiet_libraries()
@@ -58,7 +58,7 @@ def run(config: RunSettings, here: Path, *, batch: int, warmup: int) -> tuple[Me
 
 
 def report(found: dict[str, list[Measured]], num_evaluations: int) -> dict[str, float]:
-    """Print the table; returns its numbers."""
+    """Print the table and return its numbers."""
     without, with_them = (statistics.median(one.seconds_per_step for one in found[key]) for key in ("without", "with"))
     shares = [
         statistics.fmean(own.get("evaluate", 0.0) / one.seconds for actor, own in one.spent.items() if "maker" in actor)
@@ -77,13 +77,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--makers", type=one_or_more, default=1)
     parser.add_argument("--staleness", type=one_or_more, default=4)
-    parser.add_argument("--epochs", type=one_or_more, default=4, help="the more, the more room makers have")
+    parser.add_argument("--epochs", type=one_or_more, default=4, help="more epochs give makers more spare capacity")
     parser.add_argument("--steps", type=one_or_more, default=60)
     parser.add_argument("--every", type=one_or_more, default=10)
     parser.add_argument("--prompts", type=one_or_more, default=64)
     parser.add_argument("--rounds", type=one_or_more, default=3)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
     arguments = parser.parse_args()
     check_device(parser, arguments.device)
     workload = Workload(steps=arguments.steps, device=arguments.device)

@@ -1,4 +1,4 @@
-"""Fresh samples of a model: their mean reward, and their KL to the reference, which `coati eval` does not tell."""
+"""Fresh samples of a model: mean reward, and KL to the reference, which `coati eval` does not measure."""
 
 import itertools
 import statistics
@@ -17,7 +17,7 @@ from coati.rewards.base import decode_completions, decode_prompts
 
 NUM_COMPARED = 64
 
-# Far from the ids of any training run, so that the draws are fresh.
+# Beyond the ids of any training run, so that the draws are fresh.
 _FIRST_SAMPLE_ID = 1 << 50
 
 
@@ -31,13 +31,13 @@ class EvaluatedSample(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Fresh samples of a model, and what is told of them."""
+    """Fresh samples of a model and their statistics."""
 
     samples: tuple[EvaluatedSample, ...]
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Mean reward and KL (nats per sample), the share of different texts among `NUM_COMPARED`, and of sentences."""
+        """Mean reward and KL (nats per sample), fraction of distinct texts among `NUM_COMPARED`, and of sentences."""
         texts = [sample.prompt + sample.response for sample in self.samples]
         compared = texts[:NUM_COMPARED]
         return {
@@ -49,7 +49,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(config: RunSettings, model_path: str, *, num_samples: int = 64) -> Evaluation:
-    """Sample the model at `model_path` with the run's prompts and generate options; keep samples that have a score."""
+    """Sample the model at `model_path` with the run's prompts and generate options; keep samples with a score."""
     set_up_cpu()
     reference_path = config.reference_path or config.model.path
     actor, reference = Actor.from_pretrained(model_path), Actor.from_pretrained(reference_path)

@@ -1,4 +1,4 @@
-"""The search of `strategies.py --largest`: how deep a model can be and still train, and what stops a deeper one."""
+"""The search of `strategies.py --largest`: the deepest model that trains, and what limits deeper ones."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The deepest model that trained (0: none did), the shallowest that is known not to, and why not."""
+    """The deepest model that trained (0 = none), the shallowest known not to train, and the reason."""
 
     layers: int
     too_many: int
@@ -23,15 +23,15 @@ def find_deepest(
     tries: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> Answer:
-    """Try `most` layers, then half of them, then halfway between what trained and what did not.
+    """Search the largest number of layers that trains, by bisection that starts at `most`.
 
-    `most` is what weights, gradients and moments alone leave room for, and `limit` is what they fill. `attempt` says
-    what a model of so many layers ran into; nothing if it trained. An attempt that would probably end after `seconds`
-    is not made: then time is what stopped the search.
+    `most` is the depth at which weights, gradients and moments alone fill the memory named `limit`. `attempt` tries a
+    number of layers and returns the limit it hit, or "" if it trained. The search stops, with time as the limit, before
+    an attempt that would probably end after `seconds`.
     """
     began = clock()
     trained, failed, layers = 0, most + 1, most
-    pace = 0.0  # seconds of a layer, in the slowest attempt so far
+    pace = 0.0  # seconds per layer, in the slowest attempt so far
     for _ in range(tries):
         if failed - trained <= 1:
             break

@@ -1,20 +1,20 @@
-"""Leases against the rule before them (dealt shares): samples per second and ages, with long-tailed response times.
+"""Compare leases with dealt shares, the rule before them: samples per second and ages, with long-tailed response times.
 
-    python benchmarks/leases.py --parallel 30     # Ray actors in real time; for a machine of 16 cores
+    python benchmarks/leases.py --parallel 30     # Ray actors in real time; for a machine with 16 cores
     python benchmarks/leases.py --simulated       # the ledger alone, in simulated time
 
-4 makers with 16 slots each, 64 samples for each version, 1 second of training for each. A maker of speed 1 takes
-exp(N(0, 1)) seconds for a sample: half take less than a second, one of a thousand 22 or more. A number takes the same
-time in every run with the same seed and each time it is made, because a sample's draws are keyed.
+There are 4 makers with 16 slots each, 64 samples per version, and 1 second of training per version. A maker of speed 1
+takes exp(N(0, 1)) seconds per sample: half of the samples take less than a second, one in a thousand 22 or more. A
+sample number always takes the same time for a given seed.
 
-Dealt: number n belongs to maker n mod 4, which may begin it when n < (η + version + 1) × 64; trained on in the order of
-numbers. Leases: `coati.ledger.leases.Ledger`.
+Dealt shares: number n belongs to maker n mod 4, which may start it when n < (η + version + 1) × 64; samples are trained
+on in the order of their numbers. Leases: `coati.ledger.leases.Ledger`.
 
-Only the engine and the learner are stand-ins, which wait. The rest is what runs use: trainers are `PPOTrainer` actors
-with their buffer, ledger and `fit`, and send weights (of a tiny model) after each version; makers ask with
-`LeasedPrompts`, work with `WorkLoop`, deliver with `ItemSender` and take weights with `WeightReceiver`. The holder of a
-run has one work loop over an engine that refills its slots. The makers here have one loop for each slot; with --unit
-batches they finish batches of 16, each when its longest response has ended.
+Only the engine and the learner are stand-ins, which sleep. The rest is the code of real runs: trainers are `PPOTrainer`
+actors with their buffer, ledger and `fit`, and send the weights of a tiny model after each version; makers request
+leases with `LeasedPrompts`, run a `WorkLoop`, deliver with `ItemSender` and receive weights with `WeightReceiver`. In a
+real run a holder has one work loop over an engine that refills its slots. Here makers have one loop per slot; with
+--unit batches they finish batches of 16, each when its longest response ends.
 """
 
 import argparse
@@ -65,7 +65,7 @@ from tiny import actor_and_critic, maker_models  # noqa: E402
 
 NUM_MAKERS, SLOTS, SAMPLES, TRAIN_SECONDS, SIGMA = 4, 16, 64, 1.0, 1.0
 SPEEDS = {"even": [1, 1, 1, 1], "uneven": [1, 1 / 2, 1 / 4, 1 / 8], "one 50 x slow": [1, 1, 1, 1 / 50]}
-PATIENCE = 900.0  # seconds for one run
+PATIENCE = 900.0  # seconds per run
 
 
 class Case(NamedTuple):
@@ -74,7 +74,7 @@ class Case(NamedTuple):
     lead: int
     max_staleness: int
     unit: str = "samples"
-    """Or "batches": what a maker finishes as a whole."""
+    """What a maker finishes at once: "samples" or "batches"."""
 
 
 class Outcome(NamedTuple):
@@ -91,11 +91,11 @@ CASES = [
     Case("uneven", "leases", 1, 4),
     Case("one 50 x slow", "leases", 1, 4),
 ]
-GOALS = [(CASES[2], CASES[0], 2.5), (CASES[2], CASES[1], 1.0), (CASES[4], CASES[3], 3.0)]  # times the samples/s
+GOALS = [(CASES[2], CASES[0], 2.5), (CASES[2], CASES[1], 1.0), (CASES[4], CASES[3], 3.0)]  # minimum ratio of samples/s
 
 
 class DealtShares:
-    """The rule before leases, with the methods of a ledger that a `LeasedBuffer` uses."""
+    """Dealt shares, with the ledger methods that a `LeasedBuffer` uses."""
 
     def __init__(self, rules: LedgerRules) -> None:
         self.rules, self.num_picked, self.version = rules, 0, 0
@@ -157,7 +157,7 @@ def make_rules(case: Case, versions: int) -> LedgerRules:
 
 
 def seconds_of(seed: int, number: int) -> float:
-    """What a maker of speed 1 takes for a sample."""
+    """Return the time that a maker of speed 1 takes for a sample."""
     return random.Random(f"{seed}-{number}").lognormvariate(0, SIGMA)
 
 
@@ -175,12 +175,12 @@ def simulate(case: Case, seed: int, versions: int) -> Outcome:
         in_batches=case.unit == "batches",
     )
     world.ledgers = [make_ledger(case, versions)]
-    assert world.run(), f"{case} stands still with seed {seed}"
+    assert world.run(), f"{case} makes no progress with seed {seed}"
     return Outcome(SAMPLES * versions / world.now, statistics.mean(world.ages), max(world.ages))
 
 
 class Numbers:
-    """Prompts that are their own numbers, in place of a `PromptStream`, for all slots that wait."""
+    """A stand-in for a `PromptStream` that returns samples by number, shared by all waiting slots."""
 
     samples_per_batch = 0
 
@@ -190,7 +190,7 @@ class Numbers:
 
 
 class WaitingMaker(ExperienceMaker):
-    """Takes as long as the longest response of a batch."""
+    """A maker that sleeps for the longest response time of a batch."""
 
     seed: int
     second: float
@@ -202,7 +202,7 @@ class WaitingMaker(ExperienceMaker):
 
 
 class Slot:
-    """One work loop of a maker, and the weights that it serves."""
+    """One work loop of a maker, with the weights that it serves."""
 
     def __init__(self, maker: "Maker", seed: int, second: float) -> None:
         engine = WaitingMaker(*maker_models(0))
@@ -226,7 +226,7 @@ class Slot:
 
 
 class SlotPrompts(WorkSource):
-    """The part of a maker's leased prompts that one slot works on."""
+    """The prompts of one slot, out of those that its maker has leased."""
 
     wait_name = LeasedPrompts.wait_name
 
@@ -241,7 +241,7 @@ class SlotPrompts(WorkSource):
 
 
 class Maker:
-    """Slots that work at the same time, on prompts that they lease together."""
+    """Concurrent slots that lease their prompts together."""
 
     def __init__(self, case: Case, index: int, seed: int, second: float, versions: int, run: str) -> None:
         set_up_cpu(1)
@@ -264,7 +264,7 @@ class Maker:
 
     @ray.method(concurrency_group="compute")
     def work(self) -> None:
-        """Work until it is stopped; raises what a slot raised."""
+        """Work until stopped. Raises the first error of a slot."""
         with concurrent.futures.ThreadPoolExecutor(len(self._slots)) as pool:
             try:
                 for done in concurrent.futures.as_completed([pool.submit(slot.loop.run) for slot in self._slots]):
@@ -285,7 +285,7 @@ class Maker:
         return True
 
     def draw(self) -> list[Sample] | None:
-        """Return prompts for one slot. The one whose turn it is asks for all that wait."""
+        """Return prompts for one slot. The slot that holds the turn requests leases for all waiting slots."""
         self._add_wanted(self._size)
         with self._turn:
             while not self._ready:
@@ -304,24 +304,24 @@ class Maker:
         with self._count:
             self._numbers.samples_per_batch += samples
 
-    # What leased prompts ask of served models.
+    # The part of `ServedModels` that `LeasedPrompts` uses.
 
     incarnation = 0
 
     @property
     def version(self) -> int:
-        """What the last slot serves, and all others too."""
+        """Version of the last slot, which all other slots have reached."""
         return self._slots[-1].served.newest[1]
 
     def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
-        """Return when new weights come, as served models do."""
+        """Wait for new weights, like `ServedModels.wait_for_version`."""
         self._has_news.wait(deadline_seconds)
         self._has_news.clear()
         return self.version >= at_least
 
 
 class WaitingLearner(PPOLearner):
-    """Takes as long for any batch."""
+    """A learner that sleeps for the same time on every batch."""
 
     seconds: float
 
@@ -337,7 +337,7 @@ def make_learner(seconds: float, *args: Any, **settings: Any) -> WaitingLearner:
 
 
 class Ages(TrainerCallback):
-    """Collects how old batches were."""
+    """Records the ages of batches."""
 
     def __init__(self) -> None:
         self.means: list[float] = []
@@ -349,7 +349,7 @@ class Ages(TrainerCallback):
 
 
 class Trainer(PPOTrainer):
-    """A trainer with either rule."""
+    """A trainer with leases or dealt shares."""
 
     def __init__(self, case: Case, second: float, versions: int, run: str) -> None:
         self._ages, self._second, self._versions = Ages(), second, versions
@@ -392,8 +392,8 @@ def run_actors(case: Case, seed: int, versions: int, *, second: float) -> Outcom
         calls = [outcome, *(maker.work.remote() for maker in makers)]
         while outcome in calls:
             ready, calls = ray.wait(calls, timeout=PATIENCE)
-            assert ready, f"{case} stands still with seed {seed}"
-            ray.get(ready)  # raises what a maker raised
+            assert ready, f"{case} makes no progress with seed {seed}"
+            ray.get(ready)  # raises the error of a maker
         return ray.get(outcome)
     finally:
         for actor in (trainer, *makers):
@@ -401,7 +401,7 @@ def run_actors(case: Case, seed: int, versions: int, *, second: float) -> Outcom
 
 
 def check(outcomes: dict[Case, Outcome]) -> list[tuple[str, bool]]:
-    """What must hold, and whether it does."""
+    """Return the claims, and whether each one holds."""
     claims = [("the bound holds", all(outcome.oldest <= case.max_staleness for case, outcome in outcomes.items()))]
     found = {case._replace(unit="samples"): outcome for case, outcome in outcomes.items()}
     for new, old, wanted in GOALS:
@@ -409,9 +409,9 @@ def check(outcomes: dict[Case, Outcome]) -> list[tuple[str, bool]]:
             gain = found[new].samples_per_second / found[old].samples_per_second
             age = found[new].mean_age / max(found[old].mean_age, 1e-9)
             about = f"{new.makers} makers, over dealt with η = {old.max_staleness}"
-            claims.append((f"{about}: {gain:.2f} x the samples/s, wanted {wanted:g}", gain >= wanted))
+            claims.append((f"{about}: {gain:.2f} x the samples/s, goal {wanted:g}", gain >= wanted))
             if old.max_staleness == 4:
-                claims.append((f"{about}: {age:.2f} of its mean age, wanted less than 0.5", age < 0.5))
+                claims.append((f"{about}: {age:.2f} of its mean age, goal below 0.5", age < 0.5))
     return claims
 
 
@@ -426,12 +426,10 @@ def main() -> None:
     parser.add_argument("--versions", type=one_or_more, default=40)
     parser.add_argument("--makers", nargs="+", choices=SPEEDS, default=list(SPEEDS))
     parser.add_argument("--simulated", action="store_true", help="the ledger alone, in simulated time")
-    parser.add_argument(
-        "--unit", choices=["samples", "batches"], default="samples", help="what makers finish as a whole"
-    )
-    parser.add_argument("--second", type=float, default=0.5, help="how long a second takes")
-    parser.add_argument("--parallel", type=one_or_more, default=1, help="runs at the same time, 5 processes each")
-    parser.add_argument("--json", type=Path, help="also write the results here, with each run")
+    parser.add_argument("--unit", choices=["samples", "batches"], default="samples", help="what makers finish at once")
+    parser.add_argument("--second", type=float, default=0.5, help="real seconds per second of the model")
+    parser.add_argument("--parallel", type=one_or_more, default=1, help="number of concurrent runs, 5 processes each")
+    parser.add_argument("--json", type=Path, help="write the results of all runs to this file")
     options = parser.parse_args()
     if options.simulated:
         measure = simulate
@@ -442,7 +440,7 @@ def main() -> None:
     with concurrent.futures.ThreadPoolExecutor(options.parallel) as pool:
         runs = {
             case: [pool.submit(measure, case, seed, options.versions) for seed in options.seeds]
-            for case in sorted(cases, key=lambda case: case.rule != "dealt")  # the longest first
+            for case in sorted(cases, key=lambda case: case.rule != "dealt")  # the slowest first
         }
         outcomes = report(cases, runs, options.json)
     for claim, holds in check(outcomes):
@@ -452,7 +450,7 @@ def main() -> None:
 def report(
     cases: Sequence[Case], runs: dict[Case, list["concurrent.futures.Future[Outcome]"]], path: Path | None
 ) -> dict[Case, Outcome]:
-    """Print the mean of each case, and write every run down."""
+    """Print the mean of each case and write all runs to `path`."""
     print(f"{'makers':<15}{'unit':<9}{'rule':<8}{'lead':>5}{'η':>4}{'samples/s':>11}{'mean age':>10}{'oldest':>8}")
     outcomes, rows = {}, []
     for case in cases:

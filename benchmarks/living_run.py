@@ -1,4 +1,4 @@
-"""A real `coati train` in a session of its own, on the demo's task, to do harm to and to measure."""
+"""A real `coati train` on the demo's task, in its own session, for fault injection and measurements."""
 
 import contextlib
 import importlib.util
@@ -30,7 +30,7 @@ SETTINGS = {
     "train.total_steps": ENDLESS,
     "train.actor_lr": 1e-4,
     "train.critic_lr": 1e-4,
-    "train.save_every": 1,  # or a trainer that dies too often would never get on
+    "train.save_every": 1,  # otherwise a trainer that dies often never makes progress
     "topology.makers": 2,
     "topology.max_staleness": 2,
     "topology.max_restarts": 10_000,
@@ -40,7 +40,7 @@ SETTINGS = {
 
 
 class LivingRun:
-    """A run with faults, which trains until it is stopped."""
+    """A run with injected faults that trains until it is stopped."""
 
     def __init__(
         self,
@@ -50,11 +50,13 @@ class LivingRun:
         *options: str,
         begins: bool = True,
     ) -> None:
-        """With `begins` false nothing happens before `schedule.begin()`."""
+        """Start the run. With `begins=False` no fault happens before `schedule.begin()`."""
         self.folder, self.out = folder, folder / "out"
         base = folder / "base"
         pretrain(base)
-        config = demo_config(base, seed=0, output=self.out).model_copy(update={"eval": ()})  # its prompts are elsewhere
+        config = demo_config(base, seed=0, output=self.out).model_copy(
+            update={"eval": ()}
+        )  # its prompt file does not exist here
         prompts = folder / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
         (folder / "run.toml").write_text(dump_config(config))
@@ -71,7 +73,7 @@ class LivingRun:
         self._temporary = Path(tempfile.mkdtemp(prefix="ct-", dir="/tmp"))
         environment = {**os.environ, **self.schedule.environment, "TMPDIR": str(self._temporary), "COLUMNS": "200"}
         self.lines: list[tuple[float, str]] = []
-        """What it has said, and when, in seconds since the epoch."""
+        """Lines of output with their times, in seconds since the epoch."""
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -89,11 +91,11 @@ class LivingRun:
             self.lines.append((time.time(), line.rstrip()))
 
     def said(self, text: str) -> list[float]:
-        """When it said something with this text."""
+        """Return the times of output lines that contain `text`."""
         return [at for at, line in self.lines if text in line]
 
     def wait_for_step(self, step: int, *, seconds: float) -> None:
-        """Wait until it has trained so many steps; RuntimeError with what it said if it has not."""
+        """Wait until the run has trained `step` steps, or raise RuntimeError with its output after `seconds`."""
         deadline = time.monotonic() + seconds
         while self.step() < step:
             if time.monotonic() > deadline or self.process.poll() is not None:
@@ -101,7 +103,7 @@ class LivingRun:
             time.sleep(0.2)
 
     def step(self) -> int:
-        """The last step in its metrics."""
+        """Return the last step in the metrics, or 0."""
         try:
             rows = (self.out / "metrics.jsonl").read_text().splitlines()
         except OSError:
@@ -109,7 +111,7 @@ class LivingRun:
         return max((int(json.loads(row)["step"]) for row in rows[-2:] if row.endswith("}")), default=0)
 
     def members(self) -> dict[int, str]:
-        """Processes of the session that are not zombies, with what they are."""
+        """Return the ids and program names of the session's processes, except zombies."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -121,7 +123,7 @@ class LivingRun:
         return found
 
     def memory(self) -> dict[tuple[int, str], float]:
-        """Resident memory of every process, in MB, by number and name."""
+        """Return the resident memory of every process, in MB, by id and name."""
         found = {}
         for pid, name in self.members().items():
             with contextlib.suppress(OSError):
@@ -130,17 +132,17 @@ class LivingRun:
         return found
 
     def happened(self) -> dict[int, float]:
-        """When each fault happened, in seconds since the epoch, by its number."""
+        """Return the time of each fault that happened, in seconds since the epoch, by fault number."""
         files = (self.folder / "faults").glob("happened-*")
         return {int(file.name.rpartition("-")[2]): file.stat().st_mtime for file in files}
 
     def spans(self, actor: str, what: str) -> list[tuple[float, float]]:
-        """Start and end of everything of a kind that an actor did."""
+        """Return the start and end times of an actor's spans of one kind."""
         rows = read_jsonl(self.out / "spans.jsonl")
         return [(row["start"], row["end"]) for row in rows if row["actor"] == actor and row["what"] == what]
 
     def stop(self, *, seconds: float = 120.0) -> int:
-        """Have it stop as a person would; returns its exit code."""
+        """Stop the run with SIGINT and return its exit code."""
         self.process.send_signal(signal.SIGINT)
         try:
             return self.process.wait(seconds)
@@ -148,22 +150,22 @@ class LivingRun:
             self.end()
 
     def end(self) -> None:
-        """Kill the driver if it lives, and wait for the warden to end the rest."""
+        """Kill the driver if it is alive, and wait until the warden has ended the other processes."""
         self.process.kill()
         self.process.wait()
-        self._reader.join(30.0)  # the warden has the pipe too
+        self._reader.join(30.0)  # the warden holds the pipe too
 
     def left_behind(self) -> list[str]:
-        """Processes and folders that are there after the end, and should not be."""
+        """Return leftover processes and temporary folders."""
         folders = [path.name for path in self._temporary.iterdir() if path.name.startswith("coati-")]
         return [f"{name} ({pid})" for pid, name in self.members().items()] + folders
 
     def account(self) -> RunAccount:
-        """What became of every group."""
+        """Audit the run: the fate of every group."""
         return audit_run(self.out)
 
 
 def slope(samples: list[tuple[float, float]]) -> float:
-    """How a series of (seconds, MB) grows, in MB in 10 minutes, by least squares."""
+    """Return the growth of a series of (seconds, MB), in MB per 10 minutes, by least squares."""
     seconds, values = zip(*samples, strict=True)
     return statistics.linear_regression(seconds, values).slope * 600.0

@@ -1,4 +1,4 @@
-"""The second table of `train_step.py`: what log-probs and their gradients have to hold, with logits and without."""
+"""The second table of `train_step.py`: memory of log-probs and their gradients, with and without logits."""
 
 import argparse
 import gc
@@ -24,7 +24,7 @@ def timed(call: Callable[[], object], device: str) -> float:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Bytes of the largest result of any operation."""
+    """Records the bytes of the largest result of any operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def logprob_memory(arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """Peak memory of hidden states → log-probs, entropies → gradients, for growing numbers of tokens."""
+    """Measure the peak memory from hidden states to gradients of log-probs, for growing numbers of tokens."""
     shape, device = arguments.shape, arguments.device
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     weight = torch.randn(shape.vocabulary, shape.width, device=device, dtype=dtype, requires_grad=True)
@@ -48,7 +48,7 @@ def logprob_memory(arguments: argparse.Namespace) -> list[dict[str, object]]:
         return logprobs_and_entropy(F.linear(hidden, weight), tokens)[0]
 
     def without_logits(hidden: Tensor, tokens: Tensor) -> Tensor:
-        # A vocabulary of nearly nothing would fit whole into one chunk.
+        # A tiny vocabulary would fit into one chunk.
         return head_logprobs_and_entropy(hidden, weight, tokens, chunk_tokens=128 if arguments.tiny else 0)[0]
 
     rows = []

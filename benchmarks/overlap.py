@@ -1,24 +1,24 @@
-"""How well making and learning overlap: wall time of a detached run over the longer of its two halves alone.
+"""Measure how well generation and training overlap: the longer half alone over the wall time of a detached run.
 
     python benchmarks/overlap.py                                    a small model on the CPU
     python benchmarks/overlap.py --hidden 128 --new-tokens 64
-    python benchmarks/overlap.py --device cuda --half-billion --steps 16       maker and trainer share one card
+    python benchmarks/overlap.py --device cuda --half-billion --steps 16       maker and trainer share one GPU
 
 `--half-billion` is a Llama of Qwen2-0.5B's size (24 layers, d 896, 2 key-value heads, 151,936 tokens) with 64 × (128
-+ 256) tokens a step.
++ 256) tokens per step.
 
-One maker, one trainer, the real pipeline with real Ray actors. First with `max_staleness` 0: the two take turns, so
-each of them works alone, and its spans say how long a step of generation (generate, score, send, commit) and a step
-of training (train, publish) take when the other does nothing (and, on a GPU, each has the whole card meanwhile). Then
-with `--staleness` (1): the same work, overlapping. Both in turn, `--repeats` times; medians.
+One maker and one trainer run the real pipeline as Ray actors. First with `max_staleness` 0: they alternate, so their
+spans give the time per step of generation (generate, score, send, commit) and of training (train, publish) while the
+other one is idle. Then with `--staleness` (1): the same work, overlapping. Both alternate `--repeats` times; values are
+medians.
 
-    ideal    the longer of the two halves: nothing can be faster with one maker and one trainer
+    ideal    the longer of the two halves: the lower bound with one maker and one trainer
     overlap  ideal / wall time of the detached run; 1 is perfect
-    gain     wall time of the turns / that of the detached run
-    machine  what two busy processes get done over what one does, just before: 2 on two free cores. Less means that
-             other programs use them; (generation + training) / machine then bounds what any overlap can reach
+    gain     wall time of the alternating run / wall time of the detached run
+    machine  speedup of two busy processes over one, measured just before: 2 on two idle cores. A lower value means that
+             other programs use the cores; (generation + training) / machine is then a lower bound for any overlap
 
-The first `--warmup` steps are left out. Responses always have the same length, and seeds are fixed.
+The first `--warmup` steps are not counted. Responses have a fixed length, and seeds are fixed.
 """
 
 import argparse
@@ -44,12 +44,12 @@ HALF_BILLION = {
 
 
 def halves(turns: Measured) -> tuple[float, float]:
-    """Seconds a step of making and of learning, each alone."""
+    """Return the seconds per step of generation and of training, each alone."""
     return turns.work_per_step("maker-0"), turns.work_per_step("trainer-0")
 
 
 def row_of(turns: Measured, detached: Measured, machine: float) -> dict[str, float]:
-    """One repeat, in milliseconds a step, and the ratios."""
+    """Return one repeat in milliseconds per step, with the ratios."""
     making, learning = halves(turns)
     ideal = max(making, learning)
     share = {
@@ -82,17 +82,17 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=one_or_more, default=16)
     parser.add_argument("--new-tokens", type=one_or_more, default=48)
     parser.add_argument("--batch", type=one_or_more, default=64)
-    parser.add_argument(
-        "--micro-batch", type=zero_or_more, default=0, help="samples of one pass of the learner; 0: all"
-    )
+    parser.add_argument("--micro-batch", type=zero_or_more, default=0, help="samples per pass of the learner; 0 = all")
     parser.add_argument("--steps", type=one_or_more, default=28)
     parser.add_argument("--warmup", type=zero_or_more, default=4)
     parser.add_argument("--repeats", type=one_or_more, default=3)
     parser.add_argument("--staleness", type=zero_or_more, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--trainer-share", type=below_one, default=0.5, help="of the GPU; the maker has the rest")
+    parser.add_argument(
+        "--trainer-share", type=below_one, default=0.5, help="share of the GPU; the maker gets the rest"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write every repeat here")
+    parser.add_argument("--json", type=Path, help="write every repeat to this file")
     arguments = parser.parse_args()
     check_device(parser, arguments.device)
     check_warmup(parser, steps=arguments.steps, warmup=arguments.warmup)

@@ -1,14 +1,14 @@
-"""How long a run takes to recover from a kill, and how its memory grows behind a trainer that is 50 x slow.
+"""Measure how long a run takes to recover from a kill, and how its memory grows behind a 50 x slower trainer.
 
     python benchmarks/recovery.py                     # maker, trainer, node: 5 kills each; then 10 minutes of memory
     python benchmarks/recovery.py maker --kills 3
     python benchmarks/recovery.py memory --minutes 2
 
-Real runs of `coati train` on the demo's task, two makers and a trainer, each actor on one thread; give it an idle
-machine. A recovery begins with the kill and ends when the successor works: a maker generates, a trainer trains.
-`noticed` is the time until the driver knows, `loading` that between the start of the successor's process and the end
-of loading, most of it imports. `trainer waited` is the longest time between two steps while a maker was away; it did
-not stall if that is near the median. A node is killed in a cluster of three, with the health checks of docs/cluster.md.
+Runs `coati train` on the demo's task with two makers and a trainer, one thread each; use an idle machine. A recovery
+starts with the kill and ends when the replacement works: a maker generates, a trainer trains. `noticed` is the time
+until the driver detects the death. `loading` is the time from the start of the replacement's process to the end of
+loading, mostly imports. `trainer waited` is the longest time between two steps while a maker was away; near the median,
+training did not stall. A node is killed in a cluster of three, with the health checks of docs/cluster.md.
 """
 
 import argparse
@@ -30,14 +30,14 @@ from checked import one_or_more
 from living_run import Fault, LivingRun, slope
 
 ROOT = Path(__file__).resolve().parents[1]
-# An actor that dies again within a minute of its restart is started again after a longer and longer wait.
+# More than a minute: an actor that dies again sooner after its restart is restarted with a growing delay.
 SECONDS_BETWEEN = 75.0
 PATIENCE = 180.0
-SLOW_STEP_SECONDS = 5.0  # a step of the demo's model takes about 0.1 s
+SLOW_STEP_SECONDS = 5.0  # the demo's model takes about 0.1 s per step
 
 
 def main() -> None:
-    """Print one table for each thing that is measured."""
+    """Print one table per measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["maker", "trainer", "node", "memory"])
     parser.add_argument("--kills", type=one_or_more, default=5)
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def show(what: str, rows: list[dict[str, float]]) -> None:
-    """Print medians and the worst."""
+    """Print the median and the worst value of each part."""
     print(f"\n{what}: {len(rows)} kills, seconds\n{'':28} {'median':>8} {'worst':>8}")
     for name in rows[0]:
         values = [row[name] for row in rows if name in row]
@@ -65,7 +65,7 @@ def show(what: str, rows: list[dict[str, float]]) -> None:
 
 
 def kill(folder: Path, what: str, kills: int) -> list[dict[str, float]]:
-    """Kill a maker while it generates, or the trainer after a step, so often in one run."""
+    """Kill a maker while it generates, or the trainer after a step, `kills` times in one run."""
     point, actor = {
         "maker": ("maker.generating", "maker-1"),
         "trainer": ("trainer.after_step", "trainer-0"),
@@ -83,12 +83,12 @@ def kill(folder: Path, what: str, kills: int) -> list[dict[str, float]]:
     finally:
         run.end()
     assert not run.account().problems, run.account().problems
-    said = run.said("started again in")
+    said = run.said("restarting")
     return [_times(run, actor, work, died, said) for died in _deaths(run, kills)]
 
 
 def _deaths(run: LivingRun, kills: int) -> list[float]:
-    """When each kill happened; infinite for those to come."""
+    """Return the time of each kill, infinite if it has not happened yet."""
     happened = run.happened()
     return [happened.get(number, float("inf")) for number in range(kills)]
 
@@ -100,7 +100,7 @@ def _is_back(run: LivingRun, actor: str, work: str, died: float) -> bool:
 
 
 def _times(run: LivingRun, actor: str, work: str, died: float, said: list[float]) -> dict[str, float]:
-    """The parts of one recovery."""
+    """Return the parts of one recovery, in seconds."""
     first = {
         kind: min((start for start, _ in run.spans(actor, kind) if start > died), default=float("nan"))
         for kind in (work, "wait_weights", "wait_data")
@@ -108,7 +108,9 @@ def _times(run: LivingRun, actor: str, work: str, died: float, said: list[float]
     noticed = min((at for at in said if at >= died - 1.0), default=float("nan"))
     back = first[work]
     loaded = first["wait_weights" if work == "generate" else "wait_data"]
-    backoff = float(re.findall(r"started again in ([\d.]+)", next(line for at, line in run.lines if at == noticed))[0])
+    backoff = float(
+        re.findall(r"restarting .*? in ([\d.]+) s", next(line for at, line in run.lines if at == noticed))[0]
+    )
     row = {
         "until it works again": back - died,
         "noticed": noticed - died,
@@ -126,7 +128,7 @@ def _times(run: LivingRun, actor: str, work: str, died: float, said: list[float]
 
 @contextlib.contextmanager
 def three_nodes(folder: Path) -> Iterator[tuple[str, Any]]:
-    """A cluster of three raylets with one CPU each, with tuned health checks: its address, and what kills a node."""
+    """Start three raylets with one CPU and tuned health checks; yield the address and a function that kills one."""
     health = dict(re.findall(r"(RAY_health_check\w+)=(\d+)", (ROOT / "docs" / "cluster.md").read_text()))
     with subprocess.Popen(
         [sys.executable, str(ROOT / "tests" / "ray" / "cluster_process.py")],
@@ -150,7 +152,7 @@ def three_nodes(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def kill_node(folder: Path) -> dict[str, float]:
-    """Kill the youngest of three nodes; the time until the driver knows, and until training goes on without it."""
+    """Kill the newest of three nodes; return the times until the driver notices and until training continues."""
     folder.mkdir()
     with three_nodes(folder) as (address, kill_one):
         settings = {"topology.allow_open_cluster": "true"}
@@ -158,7 +160,7 @@ def kill_node(folder: Path) -> dict[str, float]:
         try:
             run.wait_for_step(2, seconds=PATIENCE)
             died, deadline = kill_one(), time.monotonic() + PATIENCE
-            while not (noticed := [at for at in run.said("started again") if at > died]):
+            while not (noticed := [at for at in run.said("restarting") if at > died]):
                 if time.monotonic() > deadline or run.process.poll() is not None:
                     raise SystemExit("\n".join(line for _, line in run.lines[-20:]))
                 time.sleep(0.1)
@@ -168,18 +170,18 @@ def kill_node(folder: Path) -> dict[str, float]:
             run.end()
         assert not run.account().problems, run.account().problems
         trains = min(start for start, _ in run.spans("trainer-0", "train") if start > noticed[0])
-        return {"noticed": noticed[0] - died, "training goes on": trains - died}
+        return {"noticed": noticed[0] - died, "training continues": trains - died}
 
 
 def grow(folder: Path, minutes: int) -> None:
-    """Sample the memory of every process while each step of the trainer takes 50 times as long."""
+    """Sample the memory of every process while each training step takes 50 times as long."""
     slow = Fault("trainer.after_step", "sleep", nth=0, seconds=SLOW_STEP_SECONDS)
     run = LivingRun(folder, [slow], {"train.save_every": 0})
     memory: dict[tuple[int, str], list[tuple[float, float]]] = {}
     try:
         run.wait_for_step(3, seconds=PATIENCE)
         settled = minutes * 30.0
-        began = time.monotonic() + settled  # buffers and caches have filled by then
+        began = time.monotonic() + settled  # time for buffers and caches to fill
         while (elapsed := time.monotonic() - began) < minutes * 60 and run.process.poll() is None:
             if elapsed >= 0:
                 for process, megabytes in run.memory().items():
@@ -189,9 +191,7 @@ def grow(folder: Path, minutes: int) -> None:
     finally:
         run.end()
     assert not run.account().problems, run.account().problems
-    print(
-        f"\nmemory with steps of {SLOW_STEP_SECONDS:g} s, over {minutes} minutes: MB at the end, growth in 10 minutes"
-    )
+    print(f"\nmemory with steps of {SLOW_STEP_SECONDS:g} s, over {minutes} minutes: final MB, growth per 10 minutes")
     lasting = {process: series for process, series in memory.items() if series[-1][0] - series[0][0] > minutes * 30}
     for (_, name), series in sorted(lasting.items(), key=lambda item: -item[1][-1][1]):
         print(f"{name:32} {series[-1][1]:8.1f} {slope(series):+8.2f}")

@@ -1,11 +1,11 @@
-"""vLLM's part of `rollout.py` and `table.py`: one engine for all cases, in a separate process without coati.
+"""The vLLM part of `rollout.py` and `table.py`: one engine for all cases, in a separate process without coati.
 
 As a module it describes the job, starts the process and reads its results; as a script it is the process:
 
     python -P benchmarks/rollout_vllm.py JOB.json
 
-Each result is a line of JSON behind `RESULT`, because vLLM's own log goes to the same stream. The weights are random
-ones of vLLM's own, prompts and responses are token ids, and no tokenizer is loaded.
+Each result is a line of JSON after `RESULT`, because vLLM logs to the same stream. Weights are vLLM's dummy weights,
+prompts and responses are token ids, and no tokenizer is loaded.
 """
 
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 
 RESULT = "rollout_vllm result: "
 TURN = "COATI_BENCHMARK_TURN"
-"""Environment variable: a path. A warm process makes PATH.ready and waits for PATH.go (see `table.py`)."""
+"""Environment variable with a path. A warm process creates PATH.ready and waits for PATH.go (see `table.py`)."""
 WARMUP_TOKENS = 16
 DEADLINE_SECONDS = 600.0
 ENVIRONMENT = {
@@ -34,11 +34,11 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
 }
-"""What a machine without a network needs. A variable that is set already stays as it is."""
+"""Defaults for a machine without a network. Variables that are already set take precedence."""
 
 
 def wait_for_turn(turn: str | None) -> None:
-    """Wait until this process may measure: others on the same machine may still be starting, or measuring."""
+    """Wait until this process may measure; others on the same machine may still be starting or measuring."""
     if turn is None:
         return
     Path(turn + ".ready").touch()
@@ -50,15 +50,15 @@ def wait_for_turn(turn: str | None) -> None:
 
 
 def cache_bytes(config: dict, tokens: int) -> int:
-    """Memory for the keys and values of so many tokens, in 16-bit numbers, and an eighth more."""
+    """Return the bytes of a 16-bit KV cache for `tokens` tokens, plus one eighth."""
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     return round(4.5 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * tokens)
 
 
 def vllm_job(config: dict, dtype: str, cases: list[dict], repeats: int, seconds: float) -> dict:
-    """`config`: of transformers, with its architecture; `cases`: see `rollout.Case`, with end tokens."""
+    """Return the job for a transformers `config` with architecture and `cases` of `rollout.Case` with end tokens."""
     rows = [min(case["batch"], case["slots"]) for case in cases]
-    # Of responses that end by chance, all that are written at the same time are never near the limit.
+    # If lengths are random, concurrent responses are never all near the limit.
     lengths = [case["prompt_tokens"] + min(case["new_tokens"], 2 * (case["mean_tokens"] or 10**9)) for case in cases]
     tokens = max(num_rows * length for num_rows, length in zip(rows, lengths, strict=True))
     return {
@@ -74,7 +74,7 @@ def vllm_job(config: dict, dtype: str, cases: list[dict], repeats: int, seconds:
 
 
 def run_vllm(job: dict, site: Path | None) -> tuple[dict[str, dict], str]:
-    """Results by case, and the reason for those missing."""
+    """Run the job and return the results by case, and the reason for missing ones."""
     with tempfile.TemporaryDirectory(prefix="coati-vllm-") as folder:
         path, log = Path(folder) / "job.json", Path(folder) / "log.txt"
         path.write_text(json.dumps(job))
@@ -111,7 +111,7 @@ def vllm_environment(site: Path | None) -> dict[str, str]:
 
 
 def read_results(log: str, ended: str) -> tuple[dict[str, dict], str]:
-    """Results by case, each with how the engine started; and the reason for those that are missing."""
+    """Return the results by case, each with the engine's start, and the reason for missing ones."""
     lines = [json.loads(line.removeprefix(RESULT)) for line in log.splitlines() if line.startswith(RESULT)]
     if lines and "left_out" in lines[0]:
         return {}, lines[0]["left_out"]
@@ -120,7 +120,7 @@ def read_results(log: str, ended: str) -> tuple[dict[str, dict], str]:
     return measured, f"{ended}: {errors[-1]}" if errors else ended
 
 
-# The process.
+# Below: code of the vLLM process.
 
 
 def make_engine(job: dict, folder: str):
@@ -137,9 +137,9 @@ def make_engine(job: dict, folder: str):
         max_model_len=job["max_tokens"],
         max_num_seqs=job["slots"],
         kv_cache_memory_bytes=job["cache_bytes"],
-        gpu_memory_utilization=0.05,  # not used, but so much must be free
-        enforce_eager=job["dtype"] == "float32",  # on a CPU, where compiling takes minutes
-        # Its default stops at 512, and larger batches would decode without graphs.
+        gpu_memory_utilization=0.05,  # unused, but vLLM checks that this share is free
+        enforce_eager=job["dtype"] == "float32",  # on a CPU, compiling takes minutes
+        # The default limit is 512; larger batches would decode without graphs.
         compilation_config={"max_cudagraph_capture_size": max(512, job["slots"])},
     )
 
@@ -154,7 +154,7 @@ def make_prompts(job: dict, case: dict, seed: int) -> list[dict]:
 
 
 def sampling(num_tokens: int, end_tokens: list[int]):
-    """Log-probs of the drawn token only, in flat lists: the cheapest form that vLLM has for them."""
+    """Return options with flat log-probs of the sampled tokens only, the cheapest form in vLLM."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -169,14 +169,14 @@ def sampling(num_tokens: int, end_tokens: list[int]):
 
 
 def warm_up(engine, job: dict, case: dict) -> None:
-    """A few tokens: graphs are captured when the engine starts."""
+    """Generate a few tokens. Graphs are captured when the engine starts."""
     num_tokens = min(WARMUP_TOKENS, case["new_tokens"])
     prompts = make_prompts(job, case, seed=0)[: case["slots"]]
     engine.generate(prompts, sampling(num_tokens, case["end_tokens"]), use_tqdm=False)
 
 
 def measure(engine, job: dict, case: dict) -> dict:
-    # An engine that was made for more at a time writes no more than the case says.
+    # Limit the engine to the slots of the case, even if it was built for more.
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
     limit = "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
     setattr(scheduler, limit, case["slots"])
@@ -191,7 +191,7 @@ def measure(engine, job: dict, case: dict) -> dict:
         lengths = [len(output.outputs[0].token_ids) for output in outputs]
         rates.append(sum(lengths) / seconds)
         if not case["end_tokens"] and {*lengths} != {case["new_tokens"]}:
-            raise RuntimeError(f"vLLM was to write {case['new_tokens']} tokens each, and wrote {sorted({*lengths})}.")
+            raise RuntimeError(f"vLLM must generate {case['new_tokens']} tokens each, got {sorted({*lengths})}.")
         if not all(len(output.outputs[0].logprobs) == count for output, count in zip(outputs, lengths, strict=True)):
             raise RuntimeError("vLLM did not return the log-prob of every token.")
     return {

@@ -1,4 +1,4 @@
-"""Whether a text is a sentence of the demo's film grammar."""
+"""Recognize sentences of the demo's film grammar."""
 
 import re
 from functools import cache
@@ -7,7 +7,7 @@ from coati.demo.grammar import GRAMMAR, START
 
 
 def is_grammatical(text: str) -> bool:
-    """Say whether `text` is one complete sentence of the grammar; white space between words does not matter.
+    """Return whether `text` is one complete sentence of the grammar, ignoring extra white space.
 
     Example:
         >>> is_grammatical("the film was very good .")

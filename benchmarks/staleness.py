@@ -1,20 +1,20 @@
-"""What old data costs: final reward against staleness η, for four ways of learning from it.
+"""Measure the cost of stale data: final reward against staleness η, for four off-policy methods.
 
     python benchmarks/staleness.py --workers 16 --output FOLDER       run what FOLDER lacks, then print the tables
     python benchmarks/staleness.py --output FOLDER --docs             write FOLDER/results.json into docs/
     python benchmarks/staleness.py --workers 16 --output FOLDER --settings demo praise --methods truncated naive \\
         --etas 1 4 0 8 --writing whole in-flight                      responses of one version against those of several
 
-The model and the reward are the demo's; the setting "praise" has the verifier of `algorithms.py`, and GRPO. A run takes
-the real objects (prompts, pipeline and gate, weight stage, learner) through one process, one after the other, as
-`coati.synchronous` does; but its gate is bounded by η, and its maker uses all that the gate allows before the trainer
-takes a batch. So every batch is as old as the bound lets it be: min(v, η) versions when it is trained at version v, and
-a run that finds another age stops. Detached runs have younger data on average: this is the worst case of each η.
+The model and the reward are the demo's; the setting "praise" uses GRPO with the verifier of `algorithms.py`. A run
+alternates between the real objects (prompts, pipeline, weight stage, learner) in one process, like `coati.synchronous`,
+but its maker generates everything that η allows before the trainer takes a batch. Every batch is therefore exactly
+min(v, η) versions old at version v, and a run that finds another age stops. Detached runs have younger data on
+average: this is the worst case of each η.
 
-All methods see the same prompts, the same number of samples and the same settings. FOLDER/runs.jsonl gets one line for
-each finished run, so an interrupted benchmark continues where it was; lines of other settings are ignored. The last
-step writes FOLDER/results.json, FOLDER/results.md and FOLDER/plot.svg; with several ways of writing it compares them
-in FOLDER/writing.md (--report: those runs that are there).
+All methods use the same prompts, number of samples and settings. FOLDER/runs.jsonl gets one line per finished run, so
+an interrupted benchmark continues where it stopped; lines of other settings are ignored. At the end the benchmark
+writes FOLDER/results.json, FOLDER/results.md and FOLDER/plot.svg. With several ways of writing it compares them in
+FOLDER/writing.md instead (--report compares the runs finished so far).
 """
 
 import argparse
@@ -52,9 +52,9 @@ from coati.demo.reward import sentiment_analyzer
 
 ETAS = (0, 1, 2, 4, 8)
 SEEDS = (1, 2, 3, 4, 5)  # the settings were chosen with seed 0
-LONGEST_SILENCE_SECONDS = 1200.0  # no run finished for so long: something hangs
+LONGEST_SILENCE_SECONDS = 1200.0  # without a finished run, something hangs
 
-# What results.json keeps of a run, for each seed.
+# Measures of each run that results.json keeps.
 MEASURES = (
     "reward",
     "objective",
@@ -70,7 +70,7 @@ MEASURES = (
 
 
 def finished_runs(path: Path, cells: Sequence[Cell]) -> dict[Cell, dict[str, Any]]:
-    """The runs of `cells` that the file holds. A line that a kill cut short, or of other settings, does not count."""
+    """Return the finished runs of `cells` in the file. Truncated lines and lines of other settings are ignored."""
     wanted = {(cell, recipe_of(cell)) for cell in cells}
     found: dict[Cell, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
@@ -85,8 +85,8 @@ def finished_runs(path: Path, cells: Sequence[Cell]) -> dict[Cell, dict[str, Any
 
 
 def run_cells(cells: Sequence[Cell], base: str, prompts: str, num_workers: int) -> Iterator[dict[str, Any]]:
-    """Rows as they finish, in no order. An error in a run ends the benchmark; what is finished is kept."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # the workers inherit it: many runs, one thread each
+    """Yield rows as runs finish. An error in a run ends the benchmark; finished runs are kept."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # inherited by the workers: many runs, one thread each
         os.environ[name] = "1"
     context = multiprocessing.get_context("spawn")  # a fork would share torch's thread pools
     with concurrent.futures.ProcessPoolExecutor(num_workers, mp_context=context) as pool:
@@ -103,7 +103,7 @@ def run_cells(cells: Sequence[Cell], base: str, prompts: str, num_workers: int) 
                     yield future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():  # leaving the pool would wait for them
+            for process in multiprocessing.active_children():  # otherwise leaving the pool waits for them
                 process.terminate()
             raise
 
@@ -118,7 +118,7 @@ def machine() -> dict[str, Any]:
 
 
 def run_grid(cells: Sequence[Cell], output: Path, num_workers: int) -> None:
-    """Run what is missing, and report the whole."""
+    """Run missing cells and report on all."""
     output.mkdir(parents=True, exist_ok=True)
     log, prompts = output / "runs.jsonl", output / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS), encoding="utf-8")
@@ -129,7 +129,7 @@ def run_grid(cells: Sequence[Cell], output: Path, num_workers: int) -> None:
     pretrain(output / "base")
     started = time.monotonic()
     with log.open("a", encoding="utf-8") as file:
-        file.write("\n" if file.tell() else "")  # a line that a kill cut short must not swallow the next
+        file.write("\n" if file.tell() else "")  # end a line that a kill truncated
         for count, row in enumerate(run_cells(missing, base, str(prompts), num_workers), start=1):
             file.write(json.dumps(row) + "\n")
             file.flush()
@@ -150,7 +150,7 @@ def run_grid(cells: Sequence[Cell], output: Path, num_workers: int) -> None:
 
 
 def compare_writing(rows: Mapping[Cell, dict[str, Any]], output: Path) -> None:
-    """Tables of the ways of writing beside each other, from the runs that are there."""
+    """Write and print tables that compare the ways of writing, from the finished runs."""
     text = report.writing_tables(list(rows.values()))
     (output / "writing.md").write_text(text + "\n", encoding="utf-8")
     print(text)
@@ -159,7 +159,7 @@ def compare_writing(rows: Mapping[Cell, dict[str, Any]], output: Path) -> None:
 def write_results(
     cells: Sequence[Cell], rows: Mapping[Cell, dict[str, Any]], output: Path, untrained: Sequence[float]
 ) -> None:
-    """Everything the report needs in one small file, and the report."""
+    """Write results.json, results.md and plot.svg, and print the report."""
     grid = dict.fromkeys((cell.setting, cell.method, cell.eta) for cell in cells)
     results = {
         "facts": {
@@ -205,27 +205,29 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *MORE_METHODS], default=list(METHODS))
     parser.add_argument("--etas", type=int, nargs="+", default=list(ETAS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--lead", type=int, default=OLDEST, help="ages as the ledger distributes them with this lead")
+    parser.add_argument("--lead", type=int, default=OLDEST, help="distribute ages like the ledger does with this lead")
     parser.add_argument(
         "--writing",
         nargs="+",
         choices=WRITING,
         default=["whole"],
-        help="whole = a response is written by one version; in-flight = by all up to the one that is trained on, an "
-        "equal part each",
+        help="whole = each response is generated by one version; in-flight = in equal parts by all versions up to the "
+        "one that is trained on",
     )
     parser.add_argument("--docs", action="store_true", help="only write FOLDER/results.json into docs/")
-    parser.add_argument("--report", action="store_true", help="only compare the ways of writing, with what is there")
+    parser.add_argument(
+        "--report", action="store_true", help="only compare the ways of writing, from the runs finished so far"
+    )
     arguments = parser.parse_args()
     if arguments.writing != ["whole"] and arguments.lead != OLDEST:
-        parser.error("--writing takes the ages that η allows at most: leave --lead out.")
-    # η by η and seed by seed, so that an interrupted benchmark has the first of them whole.
+        parser.error("--writing always uses the largest age that η allows: leave out --lead.")
+    # Ordered by η and seed, so that an interrupted benchmark has complete results for the first of them.
     cells = [
         Cell(setting, method, eta, seed, arguments.lead, writing)
         for eta, seed, setting, method, writing in itertools.product(
             arguments.etas, arguments.seeds, arguments.settings, arguments.methods, arguments.writing
         )
-        if eta > 0 or writing == arguments.writing[0]  # one version at a time leaves nothing to choose
+        if eta > 0 or writing == arguments.writing[0]  # with η = 0 all ways of writing are the same
     ]
     if arguments.report:
         compare_writing(finished_runs(arguments.output / "runs.jsonl", cells), arguments.output)
@@ -233,7 +235,7 @@ def main() -> None:
     if arguments.docs:
         report.write_docs(arguments.output / "results.json", Path(__file__).resolve().parent.parent / "docs")
         return
-    sentiment_analyzer()  # missed here, with its remedy, and not in every worker
+    sentiment_analyzer()  # if the package is missing, fail here and not in every worker
     quiet_libraries()
     run_grid(cells, arguments.output, arguments.workers)
 

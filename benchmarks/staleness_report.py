@@ -1,8 +1,8 @@
 """Tables, verdicts and the plot of `benchmarks/staleness.py`: pure functions from results to text.
 
-`results` is what the benchmark writes to results.json: facts about the machine and, for each cell of the grid (setting,
-method, η), every measure as a list with one number for each seed. The plot is written as SVG by hand, so that it
-needs no package, stays small, and changes only where numbers do.
+`results` is the content of results.json: facts about the machine and, for each cell of the grid (setting, method, η),
+every measure as a list with one number per seed. The SVG plot is written without a plotting package, so that it stays
+small and changes only if numbers change.
 """
 
 import json
@@ -34,7 +34,7 @@ COLOURS = {
     "truncated_kl_loss": "#7f4fc9",
 }
 
-# Measure, its name, how a number is written, and whether the range over the seeds is written too.
+# Measure, label, number format, and whether the range over the seeds is shown.
 MEASURES: tuple[tuple[str, str, Callable[[float], str], bool], ...] = (
     ("reward", "reward", lambda value: f"{value:.2f}", True),
     ("objective", "reward − KL penalty", lambda value: f"{value:.2f}", True),
@@ -52,7 +52,7 @@ _PANEL_WIDTH, _PANEL_HEIGHT, _LEFT, _TOP, _GAP = 250, 170, 62, 64, 34
 
 
 class Spread(NamedTuple):
-    """Numbers of several seeds, in short."""
+    """Summary of one measure over several seeds."""
 
     median: float
     low: float
@@ -64,7 +64,7 @@ Key = tuple[str, str, int]
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    """Median and range of the seeds; None where there is nothing to measure.
+    """Return the median and range over seeds, or None if no seed has a value.
 
     >>> spread([3.0, 1.0, 2.0])
     Spread(median=2.0, low=1.0, high=3.0)
@@ -74,7 +74,7 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 
 def spreads_of(results: Mapping[str, Any], measure: str) -> dict[Key, Spread]:
-    """The spread of one measure in every cell that has it."""
+    """Return the spread of one measure in every cell that has it."""
     found = {
         (cell["setting"], cell["method"], cell["eta"]): spread(cell["measures"][measure]) for cell in results["cells"]
     }
@@ -82,7 +82,7 @@ def spreads_of(results: Mapping[str, Any], measure: str) -> dict[Key, Spread]:
 
 
 def table(results: Mapping[str, Any], setting: str) -> str:
-    """One setting as a Markdown table: measures and methods down, η across."""
+    """Return a Markdown table of one setting: measures and methods as rows, η as columns."""
     etas, methods = results["etas"], results["methods"]
     lines = [
         "| | method | " + " | ".join(f"η = {eta}" for eta in etas) + " |",
@@ -105,7 +105,7 @@ def _entry(found: Spread | None, written: Callable[[float], str], *, has_range: 
 
 
 def verdicts(results: Mapping[str, Any], setting: str, measure: str) -> list[str]:
-    """What the seeds agree on: where all of one method's are above, or below, all of naive PPO's."""
+    """Return, per method, the η at which all its seeds are above, or below, all seeds of naive PPO."""
     spreads = spreads_of(results, measure)
     lines = []
     for method in results["methods"]:
@@ -127,7 +127,7 @@ def verdicts(results: Mapping[str, Any], setting: str, measure: str) -> list[str
 
 
 def cost_of_age(results: Mapping[str, Any], setting: str, measure: str) -> list[str]:
-    """Medians at the smallest and the largest η, method by method."""
+    """Return each method's median at the smallest and the largest η."""
     spreads, first, last = spreads_of(results, measure), min(results["etas"]), max(results["etas"])
     return [
         f"{LABELS[method]} {spreads[setting, method, first].median:.2f} → {spreads[setting, method, last].median:.2f}"
@@ -137,7 +137,7 @@ def cost_of_age(results: Mapping[str, Any], setting: str, measure: str) -> list[
 
 
 def noise(results: Mapping[str, Any], setting: str, measure: str) -> list[str]:
-    """By how much each η differs from the smallest on average over the seeds, with the standard error; * beyond two."""
+    """Return the mean difference of each η from the smallest, over seeds, with standard error; * if beyond two."""
     lines = []
     for method in results["methods"]:
         values = {
@@ -162,24 +162,24 @@ _WRITTEN = {
 }
 
 
-# Quantiles of Student's t for 95 % intervals, by the number of seeds.
+# Quantiles of Student's t for 95 % intervals, by number of seeds.
 _T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and how far its 95 % interval reaches to each side.
+    """Return the mean and the half-width of its 95 % interval.
 
     >>> [round(number, 2) for number in mean_interval([1.0, 2.0, 3.0])]
     [2.0, 2.48]
     """
     if len(values) < 2:
         return values[0], math.inf
-    quantile = _T.get(len(values), 1.96 + 3.0 / (len(values) - 1))  # a little wide
+    quantile = _T.get(len(values), 1.96 + 3.0 / (len(values) - 1))  # slightly conservative
     return statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def writing_tables(rows: Sequence[Mapping[str, Any]]) -> str:
-    """For each setting and method: means of each way of writing, and its differences, paired by seed."""
+    """Return tables of the mean of each way of writing and their differences, paired by seed."""
     return "\n\n".join(_writing_table(rows, measure, name) for measure, name in (*PLOTTED, ("area", "mean reward")))
 
 
@@ -210,7 +210,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """The part of the docs page that the numbers decide."""
+    """Return the generated part of the docs page."""
     facts, first, last = results["facts"], min(results["etas"]), max(results["etas"])
     lead = results["lead"]
     ages = "min(v, η)" if lead < 0 else f"as the ledger distributes it with lead {lead}"
@@ -220,10 +220,10 @@ def summary(results: Mapping[str, Any]) -> str:
         f"Measured on {facts['machine']}, Python {facts['python']}, torch {facts['torch']}, transformers "
         f"{facts['transformers']}: {len(results['seeds'])} seeds, {facts['num_runs']} runs of "
         f"{facts['seconds'] / facts['num_runs']:.0f} s on average, one thread each. Median (lowest to highest seed). "
-        f"The untrained model: reward {base.median:.2f} ({base.low:.2f} to {base.high:.2f}). Every batch had the age "
-        f"it should, {ages}; responses were written {_WRITTEN[results.get('writing', 'whole')]}; the largest "
-        f"importance weight before any cut was {facts['ratio_max']:.0f}; "
-        f"{facts['skipped']} batches were skipped for gradients that were not finite."
+        f"The untrained model: reward {base.median:.2f} ({base.low:.2f} to {base.high:.2f}). Every batch had the "
+        f"expected age, {ages}; responses were generated {_WRITTEN[results.get('writing', 'whole')]}; the largest "
+        f"importance weight before truncation was {facts['ratio_max']:.0f}; "
+        f"{facts['skipped']} batches were skipped because of non-finite gradients."
     ]
     for setting, about in results["settings"].items():
         lines = [f"### {setting}", about]
@@ -240,7 +240,7 @@ def summary(results: Mapping[str, Any]) -> str:
 
 
 def with_block(page: str, name: str, text: str) -> str:
-    """The page with `text` between its `<!-- made: name -->` and `<!-- end: name -->`."""
+    """Return the page with `text` between its `<!-- made: name -->` and `<!-- end: name -->`."""
     pattern = re.compile(rf"(<!-- made: {re.escape(name)} -->\n).*?(<!-- end: {re.escape(name)} -->)", re.DOTALL)
     filled, count = pattern.subn(lambda found: f"{found[1]}{text}\n{found[2]}", page)
     if count != 1:
@@ -249,7 +249,7 @@ def with_block(page: str, name: str, text: str) -> str:
 
 
 def write_docs(results_path: Path, docs: Path) -> None:
-    """Fill docs/staleness.md and draw docs/staleness.svg."""
+    """Fill in docs/staleness.md and draw docs/staleness.svg."""
     results = json.loads(results_path.read_text(encoding="utf-8"))
     page = docs / "staleness.md"
     text = f"![Final reward, and final reward minus the KL penalty, against η](staleness.svg)\n\n{summary(results)}"
@@ -258,7 +258,7 @@ def write_docs(results_path: Path, docs: Path) -> None:
 
 
 def nice_ticks(low: float, high: float, *, about: int = 5) -> list[float]:
-    """Round numbers that enclose [low, high].
+    """Return evenly spaced round numbers that enclose [low, high].
 
     >>> nice_ticks(0.13, 0.87)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
@@ -271,7 +271,7 @@ def nice_ticks(low: float, high: float, *, about: int = 5) -> list[float]:
 
 
 def plot(results: Mapping[str, Any]) -> str:
-    """An SVG: a column of panels for each setting, a row for each measure; medians as lines, ranges as bars."""
+    """Return an SVG with a column of panels per setting and a row per measure: medians as lines, ranges as bars."""
     settings, methods = list(results["settings"]), results["methods"]
     width = _LEFT + len(settings) * (_PANEL_WIDTH + _GAP)
     height = _TOP + len(PLOTTED) * (_PANEL_HEIGHT + _GAP) + 20
@@ -318,7 +318,7 @@ def _panel(
         return top + _PANEL_HEIGHT * (ticks[-1] - value) / (ticks[-1] - ticks[0])
 
     def x_of(position: int, index: int) -> float:
-        # Each η has its own slot, and each method its own place in it, so that bars do not overlap.
+        # Each η has a slot and each method its own offset in it, so that bars do not overlap.
         return left + _PANEL_WIDTH * (position + 0.5) / len(etas) + 6 * (index - (len(methods) - 1) / 2)
 
     parts = []

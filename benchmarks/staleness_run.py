@@ -1,4 +1,4 @@
-"""One run of `benchmarks/staleness.py`: a maker and a trainer in one process, with ages that a schedule decides."""
+"""One run of `benchmarks/staleness.py`: a maker and a trainer in one process, with ages set by a schedule."""
 
 import dataclasses
 import hashlib
@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from lease_world import World
 
 NUM_EVALUATED = 256
-NO_CAP = 1e9  # a cap that no weight of these runs reaches: `ratio_max` in runs.jsonl shows it
+NO_CAP = 1e9  # effectively unbounded: `ratio_max` in runs.jsonl stays far below
 
 METHODS: dict[str, dict[str, Any]] = {
     "naive": {"correction": "none"},
@@ -38,7 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "truncated": {"correction": "decoupled", "importance": "truncate", "importance_cap": 2.0},
 }
 
-# Further variants, run when asked for by name.
+# Further variants, run only if named.
 MORE_METHODS: dict[str, dict[str, Any]] = {
     "sequence": {"correction": "decoupled", "importance_level": "sequence", "importance_cap": 2.0},
     "masked": {"correction": "decoupled", "importance": "mask", "importance_cap": 2.0},
@@ -54,7 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "praise": {"total_steps": 40, "actor_lr": 5e-4, "epochs": 2},
 }
 BATCH_SIZE, GROUP_SIZE = 64, 8
-# What a setting is about, if it is not the demo's task: GRPO with the verifier of `benchmarks/algorithms.py`.
+# Settings with a task other than the demo's: GRPO with the verifier of `benchmarks/algorithms.py`.
 TASKS: dict[str, dict[str, Any]] = {
     "praise": {
         "reward": {"function": "algorithms:is_praise", "search_paths": [str(Path(__file__).resolve().parent)]},
@@ -83,9 +83,9 @@ class Cell:
     eta: int
     seed: int
     lead: int = OLDEST
-    """As `topology.lead`, with ages as the ledger distributes them; OLDEST: all data is as old as η allows."""
+    """`topology.lead`, with ages as the ledger distributes them; OLDEST = all data is as old as η allows."""
     writing: str = "whole"
-    """Whether one version writes a response, or all from its first to the one that is trained on, in equal parts."""
+    """Whether one version generates a response, or all versions up to the trained one generate equal parts."""
 
     def __str__(self) -> str:
         ages = "" if self.lead == OLDEST else f" lead {self.lead}"
@@ -93,22 +93,23 @@ class Cell:
 
 
 class Schedule(NamedTuple):
-    """Which samples are written by the weights of a version, and which are trained on at it, by version."""
+    """The samples that each version starts to generate, and the samples trained on at each version."""
 
     written: list[list[int]]
     trained: list[list[int]]
 
     @property
     def ages(self) -> list[list[int]]:
-        """Ages of the samples that each version is trained on."""
+        """Ages of the samples trained on at each version."""
         written = {number: version for version, numbers in enumerate(self.written) for number in numbers}
         return [[version - written[number] for number in numbers] for version, numbers in enumerate(self.trained)]
 
 
 def make_schedule(cell: Cell, versions: int) -> Schedule:
-    """Let every batch wait as long as η allows, or the real ledger decide for simulated makers.
+    """Return a schedule with the maximum age, or one from the real ledger with simulated makers.
 
-    These are as in `benchmarks/leases.py`: 4 with 16 slots, lognormal response times, 1 second of training.
+    The simulation is that of `benchmarks/leases.py`: 4 makers with 16 slots, lognormal response times, 1 second of
+    training.
     """
     size = BATCH_SIZE // (GROUP_SIZE if cell.setting in TASKS else 1)
     if cell.lead == OLDEST:
@@ -126,7 +127,7 @@ def make_schedule(cell: Cell, versions: int) -> Schedule:
         lead=cell.lead,
         max_staleness=cell.eta,
     )
-    assert world.run(), f"{cell}: the simulated makers stand still"
+    assert world.run(), f"{cell}: the simulated makers make no progress"
     events = world.ledgers[0].events
     picked = [number for event in events for number in event.get("pick", ())]
     granted = {number: event["version"] for event in events for number in event.get("grant", ())}
@@ -157,17 +158,17 @@ def make_config(cell: Cell, base: str, prompts: str) -> RunSettings:
 
 
 def recipe_of(cell: Cell) -> str:
-    """Names everything that decides a run's outcome but the code and the machine."""
+    """Return a digest of everything that determines a run's outcome, except code and machine."""
     config = make_config(cell, "base", "prompts.jsonl").model_dump(mode="json")
-    del config["reward"]["search_paths"]  # which name this folder
+    del config["reward"]["search_paths"]  # machine-dependent paths
     recipe = {"config": config, "lead": cell.lead, "prompts": PROMPTS, "num_evaluated": NUM_EVALUATED}
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class StaleRun(SynchronousRun):
-    """One maker and one trainer in one process, which take turns as the schedule says.
+    """A maker and a trainer that alternate in one process, following a schedule.
 
-    The schedule's numbers are those of samples or, where the algorithm compares the samples of a prompt, of groups.
+    The schedule numbers samples or, if the algorithm compares the samples of a prompt, groups.
     """
 
     def __init__(self, config: RunSettings, schedule: Schedule) -> None:
@@ -177,28 +178,28 @@ class StaleRun(SynchronousRun):
         self._group_size = rules.group_size
         maker, rollout, num_versions = self.maker.pipeline.maker, config.rollout, config.topology.max_staleness + 1
         maker.engine = NativeEngine(maker.actor, num_slots=num_versions * BATCH_SIZE * self._group_size)
-        # Tokens that each version writes of a response.
+        # Tokens of a response that each version generates.
         self._share = -(-rollout.max_new_tokens // (num_versions if rollout.in_flight else 1))
-        self._items: dict[int, list[BufferItem]] = {}  # by number, until they are trained on
+        self._items: dict[int, list[BufferItem]] = {}  # by number, until trained on
         self._prompts = build.make_prompts(config)
         self.rewards_by_version: dict[int, list[float]] = defaultdict(list)
         self.metrics: dict[str, list[float]] = defaultdict(list)
 
     def next_batch(self) -> Experience:
-        """Write what the weights of this version write, and return what is trained on at it."""
+        """Generate this version's share of tokens and return the batch to train on."""
         if numbers := self._schedule.written[self.version]:
             prompts, unusable = self._prompts.batch(numbers, group_size=self._group_size)
             assert not unusable
             self.maker.pipeline.submit(prompts)
-            self._write(1)  # begins them, and writes nothing of the others
+            self._write(1)  # starts them without generating more of the others
         numbers = self._schedule.trained[self.version]
         self._write(self._share)
-        while any(number not in self._items for number in numbers):  # of the first versions
+        while any(number not in self._items for number in numbers):  # only in the first versions
             self._write(1)
         return make_experience_batch([item for number in numbers for item in self._items.pop(number)])
 
     def _write(self, num_tokens: int) -> None:
-        """Write so many tokens of what was begun, and score what is complete."""
+        """Generate `num_tokens` tokens of each started sample and score complete groups."""
         maker = self.maker.pipeline.maker
         maker.policy_version = self.version
         for _ in range(num_tokens):
@@ -213,25 +214,25 @@ class StaleRun(SynchronousRun):
         for item in split_experience_batch(experience):
             assert item.sample_ids is not None
             groups[int(item.sample_ids) // self._group_size].append(item)
-        assert all(len(group) == self._group_size for group in groups.values()), "no sample is ever dropped here"
+        assert all(len(group) == self._group_size for group in groups.values()), "no sample may be dropped here"
         self._items |= groups
 
     def training_step(self, experience: Experience) -> dict[str, float]:
         measured, expected = experience.age_metrics(self.version), self._ages[self.version]
         ages = measured["train/age_mean"], measured["train/age_max"]
         if ages != (statistics.fmean(expected), max(expected)) or ages[1] > self._config.topology.max_staleness:
-            raise RuntimeError(f"data trained on at version {self.version} must be {expected} old, got {ages}")
+            raise RuntimeError(f"data trained on at version {self.version} must have ages {expected}, got {ages}")
         metrics = super().training_step(experience)
         for name, value in {**metrics, "age": ages[0], "oldest": ages[1]}.items():
             self.metrics[name].append(value)
         return metrics
 
     def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
-        """Save nothing."""
+        """Do not save checkpoints."""
 
 
 def run_cell(cell: Cell, base: str, prompts: str) -> dict[str, Any]:
-    """Train and evaluate one cell; everything about it that the report may want."""
+    """Train and evaluate one cell and return its row for runs.jsonl."""
     quiet_libraries()
     torch.set_num_threads(1)
     started = time.monotonic()
@@ -268,7 +269,7 @@ def _mean_or_none(values: Sequence[float]) -> float | None:
 
 
 def about(setting: str) -> str:
-    """A setting in words."""
+    """Describe a setting in words."""
     config = make_config(Cell(setting, "naive", 0, 0), "base", "prompts.jsonl")
     train = config.train
     critic = f" and {train.critic_lr:g} (critic)" if config.algorithm.uses_critic else ""
@@ -279,7 +280,7 @@ def about(setting: str) -> str:
 
 
 def base_rewards(base: str, prompts: str, seeds: Sequence[int]) -> list[float]:
-    """The untrained model under the same evaluation, one mean for each seed."""
+    """Evaluate the untrained model in the same way and return one mean per seed."""
     setting, method = next(iter(SETTINGS)), next(iter(METHODS))
     configs = [make_config(Cell(setting, method, 0, seed), base, prompts) for seed in seeds]
     return [evaluate(config, base, num_samples=NUM_EVALUATED).numbers["reward"] for config in configs]

@@ -1,24 +1,24 @@
-"""What each strategy costs on one GPU: seconds and peak memory of a PPO step, and the largest model that fits a cap.
+"""Measure each strategy on one GPU: seconds and peak memory of a PPO step, and the largest model that fits a cap.
 
     python benchmarks/strategies.py                                     a 0.5B Qwen2 shape, bfloat16, actor and critic
     python benchmarks/strategies.py --cases ddp gemini-offload --json rows.json
-    python benchmarks/strategies.py --largest --cap-gib 16              models that grow until they do not fit a cap
+    python benchmarks/strategies.py --largest --cap-gib 16              the largest model under a memory cap
     python benchmarks/strategies.py --device cpu --tiny                 a smoke test, in seconds
 
-Every case is a separate process with one rank, so that no case inherits another's memory. A step is the learner's:
+Every case is a separate process with one rank, so that no case inherits memory from another. A step is the learner's:
 policy and critic, forward and backward in micro-batches, clipping, Adam. Peak memory is what torch allocated on the
-device (`max_memory_allocated`) from before the models were built; the time is the median of the timed steps, after a
-warm-up. "mixed" cases keep float32 weights and compute in bfloat16; the others have everything in bfloat16.
+device (`max_memory_allocated`), including the models; the time is the median of the timed steps, after a warm-up.
+"mixed" cases keep float32 weights and compute in bfloat16; the others are entirely bfloat16.
 
-With one rank nothing is shared out, so what zero1, zero2 and gemini can show here is their overhead; what offloading
-saves shows in full. The cap is set with `torch.cuda.set_per_process_memory_fraction`: going over it is an
-out-of-memory error, which ends that case.
+With one rank nothing is sharded, so zero1, zero2 and gemini show only their overhead; the savings of offloading show in
+full. The cap uses `torch.cuda.set_per_process_memory_fraction`: exceeding it is an out-of-memory error, which ends the
+case.
 
-`--largest` looks for the deepest model that trains, layer by layer of 61M weights: what weights, gradients and moments
-alone leave room for, then half of it, then in between (`largest_model.py`). It says whether the cap, the host's
-memory (`--host-gib`) or time (`--search-seconds` for each case) stopped it. Each size makes two steps, the second of
-which has Adam's moments to live with. A weight costs 8 bytes (bfloat16 weight, gradient and two moments), on the card
-or on the host, and there is a critic as large as the actor. Sizes are powers of two, because torch rounds pinned memory
+`--largest` searches for the deepest model that trains, in layers of 61M weights: first the depth at which weights,
+gradients and moments alone fill the memory, then half of it, then by bisection (`largest_model.py`). It reports
+whether the cap, the host memory (`--host-gib`) or time (`--search-seconds` per case) was the limit. Each size runs two
+steps; the second includes Adam's moments. A weight costs 8 bytes (bfloat16 weight, gradient and two moments), on the
+GPU or on the host, and the critic is as large as the actor. Sizes are powers of two, because torch rounds pinned memory
 up to them.
 """
 
@@ -63,13 +63,13 @@ OFFLOADED = {
     "zero2-offload",
     "gemini-offload",
     "gemini-offload-mixed",
-}  # weights, gradients, moments on the host
+}  # weights, gradients and moments are on the host
 OUT_OF_MEMORY = 77  # exit status of a case that did not fit
-KILLED = (-9, 137)  # by the system, when its memory runs out
+KILLED = (-9, 137)  # exit status after the kernel's out-of-memory killer
 NO_HOST_MEMORY = (
     "can't allocate memory",
     "CUDA error: out of memory",
-)  # torch's words, for plain and for pinned memory
+)  # torch's messages for pageable and pinned memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +89,12 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Of the actor, without norms and biases."""
+        """Parameters of the actor, without norms and biases."""
         attention = 2 * self.width**2 + 2 * self.width * self.kv_heads * (self.width // self.heads)
         return self.vocabulary * self.width + self.layers * (attention + 3 * self.width * self.intermediate)
 
     def training_gib(self, case: str) -> float:
-        """Weights, gradients and two moments of actor and critic."""
+        """Return the GiB of weights, gradients and two moments of actor and critic."""
         return 2 * 4 * (4 if "mixed" in case else 2) * self.parameters / 2**30
 
 
@@ -138,7 +138,7 @@ def model_config(shape: Shape) -> Qwen2Config:
 
 
 def make_batch(shape: Shape, seed: int) -> Experience:
-    """Random tokens and random numbers of the size that a run has."""
+    """Return a random batch with the magnitudes of a real run."""
     generator = torch.Generator().manual_seed(seed)
     length = shape.prompt_tokens + shape.response_tokens
 
@@ -158,7 +158,7 @@ def make_batch(shape: Shape, seed: int) -> Experience:
 
 
 def drawn_on(device: str, model_class: type[nn.Module], config: Qwen2Config, dtype: torch.dtype) -> nn.Module:
-    """A model in host memory with random weights, drawn on the device: on a CPU that takes minutes."""
+    """Return a model with random weights generated on the device, because that takes minutes on a CPU."""
     with no_init_weights():
         model = model_class.from_config(config, dtype=dtype)
     next(model.children()).tie_weights()
@@ -173,7 +173,7 @@ def drawn_on(device: str, model_class: type[nn.Module], config: Qwen2Config, dty
 def make_learner(case: str, shape: Shape, device: str) -> PPOLearner:
     strategy: Strategy = CASES[case](seed=0, device=device)
     dtype = torch.float32 if strategy.compute_dtype is not None else torch.bfloat16
-    # Models that are not sharded are drawn where they belong.
+    # Models without sharding are created on their device.
     place = nullcontext() if case.startswith("gemini") else torch.device(device)
     with place, strategy.model_init_context():
         actor, critic = (drawn_on(device, model_class, model_config(shape), dtype) for model_class in (Actor, Critic))
@@ -201,10 +201,10 @@ def measure(case: str, shape: Shape, device: str, *, steps: int, cap_gib: float)
         metrics = learner.step(experience)
         if is_cuda:
             torch.cuda.synchronize()
-        if step:  # the first is a warm-up
+        if step:  # the first step is a warm-up
             seconds.append(time.perf_counter() - started)
     if metrics["optim/skipped_batches"]:
-        raise RuntimeError("a step was skipped because its gradient was not finite, so it measured nothing")
+        raise RuntimeError("a step was skipped because its gradient was not finite, so the measurement is invalid")
     parameters = sum(p.numel() for model in learner.models.values() for p in model.parameters())
     row: dict[str, object] = {
         "case": case,
@@ -227,7 +227,7 @@ def measure(case: str, shape: Shape, device: str, *, steps: int, cap_gib: float)
 
 
 def run_in_process(case: str, shape: Shape, arguments: argparse.Namespace, *, cap_gib: float) -> dict[str, object]:
-    """The row of one case, measured in a process of its own; in place of numbers its error, and the limit it hit."""
+    """Measure one case in a separate process. If it fails, the row has the error and the limit it hit."""
     command = [
         *(sys.executable, __file__, "--one", case, "--device", arguments.device, "--steps", str(arguments.steps)),
         *("--cap-gib", str(cap_gib), "--shape", json.dumps(asdict(shape))),
@@ -248,7 +248,7 @@ def run_in_process(case: str, shape: Shape, arguments: argparse.Namespace, *, ca
     lines = done.stderr.strip().splitlines() or ["no message"]
     is_host = done.returncode in KILLED or any(words in done.stderr for words in NO_HOST_MEMORY)
     error = "killed" if done.returncode in KILLED else lines[-1]
-    return failure(case, shape, cap_gib, error, "the host's memory" if is_host else "an error")
+    return failure(case, shape, cap_gib, error, "host memory" if is_host else "an error")
 
 
 def failure(case: str, shape: Shape, cap_gib: float, error: str, limit: str) -> dict[str, object]:
@@ -263,7 +263,7 @@ def print_row(row: dict[str, object]) -> None:
     print(
         f"{row['case']:<20} {row['actor_parameters'] / 1e6:>9.1f} M {row['step_seconds']:>9.3f} s "
         f"{row['tokens_per_second']:>9.0f} tok/s {row['peak_gib']:>8.2f} GiB {row['reserved_gib']:>8.2f} GiB reserved "
-        f"{row['host_gib']:>7.1f} GiB of the host's",
+        f"{row['host_gib']:>7.1f} GiB host",
         flush=True,
     )
 
@@ -277,7 +277,7 @@ def compare(arguments: argparse.Namespace, shape: Shape) -> list[dict[str, objec
 
 
 def find_largest(case: str, arguments: argparse.Namespace, shape: Shape) -> list[dict[str, object]]:
-    """Every size that was tried, and the answer."""
+    """Search the largest model of a case; return rows of all tried sizes and the answer."""
     rows = []
     most, limit = most_layers(case, shape, cap_gib=arguments.cap_gib, host_gib=arguments.host_gib)
 
@@ -291,14 +291,14 @@ def find_largest(case: str, arguments: argparse.Namespace, shape: Shape) -> list
     next_one = replace(shape, layers=answer.too_many).parameters
     print(
         f"{case:<20} largest: {largest / 1e9:.2f}B weights in {answer.layers} layers, actor and critic each; "
-        f"{next_one / 1e9:.2f}B in {answer.too_many} are too many. Stopped by {answer.limit}.",
+        f"{next_one / 1e9:.2f}B in {answer.too_many} layers do not fit. Limit: {answer.limit}.",
         flush=True,
     )
     return [*rows, {"case": case, "largest_parameters": largest, **asdict(answer)}]
 
 
 def most_layers(case: str, shape: Shape, *, cap_gib: float, host_gib: float) -> tuple[int, str]:
-    """Layers whose weights, gradients and moments are not too much by themselves, and for which memory one more is."""
+    """Return the most layers whose weights, gradients and moments fit, and the memory that limits them."""
     room, limit = (host_gib, f"{host_gib:g} GiB of host memory") if case in OFFLOADED else (cap_gib, cap_of(cap_gib))
     layers = 0
     while replace(shape, layers=layers + 1).training_gib(case) <= room:
@@ -314,20 +314,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=None)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model and a batch of nearly nothing")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model and a tiny batch")
     parser.add_argument(
-        "--steps", type=one_or_more, default=None, help="timed steps, after one more: 5, or 1 with --largest"
+        "--steps",
+        type=one_or_more,
+        default=None,
+        help="timed steps after a warm-up step; default 5, or 1 with --largest",
     )
-    parser.add_argument("--micro-batch", type=zero_or_more, default=None, help="samples in one pass")
-    parser.add_argument("--cap-gib", type=float, default=0.0, help="GPU memory that a case may have; 0 = all")
-    parser.add_argument("--largest", action="store_true", help="look for the largest model that fits the cap")
+    parser.add_argument("--micro-batch", type=zero_or_more, default=None, help="samples per pass")
+    parser.add_argument("--cap-gib", type=float, default=0.0, help="GPU memory limit per case; 0 = none")
+    parser.add_argument("--largest", action="store_true", help="search for the largest model that fits the cap")
     parser.add_argument(
-        "--tries", type=one_or_more, default=4, help="sizes that --largest tries at most, for each case"
+        "--tries", type=one_or_more, default=4, help="maximum number of sizes that --largest tries per case"
     )
-    parser.add_argument("--search-seconds", type=float, default=150.0, help="time of --largest for each case")
-    parser.add_argument("--host-gib", type=float, default=100.0, help="host memory that --largest may take")
-    parser.add_argument("--case-seconds", type=float, default=300.0, help="longest that one case may take")
-    parser.add_argument("--json", type=Path, help="write the rows here too")
+    parser.add_argument("--search-seconds", type=float, default=150.0, help="time limit of --largest per case")
+    parser.add_argument("--host-gib", type=float, default=100.0, help="host memory limit of --largest")
+    parser.add_argument("--case-seconds", type=float, default=300.0, help="time limit per case")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

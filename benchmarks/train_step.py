@@ -1,24 +1,23 @@
-"""The learner's step with and without padding: tokens/s, MFU and peak memory; and what log-probs need to hold.
+"""Measure the learner's step with and without padding: tokens/s, MFU and peak memory; and the memory of log-probs.
 
     python benchmarks/train_step.py                            a 0.5B Qwen2 shape, bfloat16, up to 4,096 tokens a sample
     python benchmarks/train_step.py --cases padded packed packed-compiled --json step.json
-    python benchmarks/train_step.py --cases packed --profile   and where the time of a step goes, by kernel
-    python benchmarks/train_step.py --batches full --lengths 512 1024 2048 4096 8192    peak memory against length
-    python benchmarks/train_step.py --batches full --pass-tokens 4096 8192 16384 32768    speed against size of passes
+    python benchmarks/train_step.py --cases packed --profile   also the kernels that take the most time
+    python benchmarks/train_step.py --batches full --lengths 512 1024 2048 4096 8192    peak memory by length
+    python benchmarks/train_step.py --batches full --pass-tokens 4096 8192 16384 32768    speed by pass size
     python benchmarks/train_step.py --device cpu --tiny        a smoke test, in seconds
 
 A step is the learner's, of the policy alone: forward and backward in micro-batches, clipping, Adam. The batches
-(`--batches`) are seeded: "ragged", prompts of 64 to 512 tokens and responses of lengths as a policy writes them
-(log-normal, a few up to the limit); "full", where every sample has all its tokens and there is nothing to save; and
-"groups", 8 responses of 256 tokens to each of 8 prompts of 128, which "packed-whole-rows" computes 8 times and others
-once. `--lengths` adds batches of one pass, 16,384 tokens, in samples of so many tokens each: their peak memory says
-what length costs. All cases see the same batches in the same run. Times are medians after a warm-up.
+(`--batches`) are seeded: "ragged" has prompts of 64 to 512 tokens and realistic response lengths (log-normal, a few at
+the limit); in "full" every sample has the maximum length, so packing saves nothing; "groups" has 8 responses of 256
+tokens to each of 8 prompts of 128, which "packed-whole-rows" computes 8 times and the other cases once. `--lengths`
+adds batches of one pass, 16,384 tokens, with samples of the given lengths, to show peak memory by length. All cases use
+the same batches in one run. Times are medians after a warm-up.
 
-MFU is the work that the batch asks for (real tokens, causal attention, logits of response tokens, three times the
-forward; nothing that is computed twice or is padding counts) over the time, over the rate of a large square matrix
-product that is measured in the same run.
+MFU is the required work (real tokens, causal attention, logits of response tokens, three times the forward pass; no
+recomputation, no padding) divided by the time and by the rate of a large square matrix product in the same run.
 
-The second table is the log-prob and loss step alone, hidden states to gradients, with logits and without: the peak
+The second table covers the log-prob and loss step alone, from hidden states to gradients, with and without logits: peak
 memory on a GPU, and on a CPU, which has no such counter, the largest tensor.
 """
 
@@ -52,7 +51,7 @@ from coati.trainer.strategies import DDPStrategy
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A Qwen2 model, and the samples of a batch."""
+    """A Qwen2 model and the samples of a batch."""
 
     layers: int = 24
     width: int = 896
@@ -82,7 +81,7 @@ class Shape:
         )
 
     def step_flops(self, lengths: list[int], num_scored: int) -> float:
-        """Multiplications and additions that a step over samples of these lengths asks for."""
+        """Return the FLOPs that a step over samples of these lengths requires."""
         kv_width = self.kv_heads * (self.width // self.heads)
         weights = self.layers * (2 * self.width**2 + 2 * self.width * kv_width + 3 * self.width * self.intermediate)
         attention = 2 * self.width * self.layers * sum(length**2 for length in lengths)  # half of all pairs
@@ -110,7 +109,7 @@ SAMPLES_PER_PROMPT = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way to make the step."""
+    """One configuration of the step."""
 
     is_packed: bool = True
     shares_prompts: bool = True
@@ -132,7 +131,7 @@ CASES = {
 
 
 def sample_lengths(shape: Shape, kind: str, generator: torch.Generator) -> tuple[list[int], list[int]]:
-    """Prompt and response lengths of a batch."""
+    """Return the prompt and response lengths of a batch."""
     if kind == "groups":
         return [shape.group_prompt] * shape.grouped_samples, [shape.group_response] * shape.grouped_samples
     if kind.isdigit():
@@ -146,12 +145,12 @@ def sample_lengths(shape: Shape, kind: str, generator: torch.Generator) -> tuple
         return prompts.tolist(), (longest - prompts).tolist()
     drawn = torch.exp(torch.randn(count, generator=generator) * 0.9) * (longest / 5)
     responses = torch.minimum(drawn.long().clamp_min(1), longest - prompts)
-    responses[0] = longest - prompts[0]  # one that ran to the limit, as there always is
+    responses[0] = longest - prompts[0]  # always include one at the limit
     return prompts.tolist(), responses.tolist()
 
 
 def make_batch(shape: Shape, kind: str, seed: int) -> tuple[Experience, list[int], int]:
-    """A batch of random tokens and numbers; the samples' lengths, and how many tokens are scored."""
+    """Return a random batch, the lengths of its samples, and its number of scored tokens."""
     generator = torch.Generator().manual_seed(seed)
     prompts, responses = sample_lengths(shape, kind, generator)
     width, actions = max(prompts), max(responses)
@@ -182,14 +181,14 @@ def make_batch(shape: Shape, kind: str, seed: int) -> tuple[Experience, list[int
 
 @contextlib.contextmanager
 def padded() -> Iterator[None]:
-    """What the learner did before, and does with models that it does not know."""
+    """Train with padding, as with models that cannot be packed."""
     with mock.patch("coati.models.actor.scoring_problem", return_value="it is the baseline"):
         yield
 
 
 @contextlib.contextmanager
 def whole_rows() -> Iterator[None]:
-    """Every row with a prompt of its own, as before prompts were shared."""
+    """Compute the prompt of every row separately, without sharing."""
     with mock.patch("coati.models.packing.SharedPrefixes.of", return_value=None):
         yield
 
@@ -198,7 +197,7 @@ def make_learner(case: Case, shape: Shape, device: str) -> PPOLearner:
     torch.manual_seed(0)
     is_cuda = device == "cuda"
     dtype = torch.bfloat16 if is_cuda and not case.is_mixed else torch.float32
-    with torch.device(device):  # drawing weights on a CPU takes minutes
+    with torch.device(device):  # initializing on a CPU takes minutes
         model = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype)
     strategy = DDPStrategy(seed=0, device=device, compute_dtype=torch.bfloat16 if case.is_mixed else None)
     settings = TrainSettings(
@@ -218,7 +217,7 @@ def measure_step(name: str, kind: str, learner: PPOLearner, arguments: argparse.
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
     for step in range(arguments.warm_up + arguments.steps):
-        batch = experience.select(slice(None))  # the learner moves it, and may write to it
+        batch = experience.select(slice(None))  # the learner moves its batch and may write to it
         taken = timed(lambda batch=batch: metrics.update(learner.step(batch)), device)
         if step >= arguments.warm_up:
             seconds.append(taken)
@@ -244,7 +243,7 @@ def measure_step(name: str, kind: str, learner: PPOLearner, arguments: argparse.
 
 
 def profile_step(kind: str, learner: PPOLearner, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """The kernels (on a CPU, operations) that take most of one more step."""
+    """Profile one more step; return and print the kernels (on a CPU, operations) that take the most time."""
     is_cuda = arguments.device == "cuda"
     batch, _, _ = make_batch(arguments.shape, kind, seed=0)
     with torch.profiler.profile(activities=[getattr(ProfilerActivity, arguments.device.upper())]) as profiler:
@@ -264,7 +263,7 @@ def profile_step(kind: str, learner: PPOLearner, arguments: argparse.Namespace) 
 
 
 def measure_case(name: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """One learner, all batches; an error in place of numbers if there is no memory for it."""
+    """Measure one learner on all batches. If memory runs out, the row has an error instead of numbers."""
     case = CASES[name]
     rows: list[dict[str, object]] = []
     with contextlib.ExitStack() as stack:
@@ -290,7 +289,7 @@ def measure_case(name: str, arguments: argparse.Namespace) -> list[dict[str, obj
 
 
 def matrix_rate(device: str, size: int) -> float:
-    """FLOP/s of a square product in the format of the steps."""
+    """Return the FLOP/s of a square matrix product in the dtype of the steps."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     times = [timed(lambda: left @ right, device) for _ in range(13)]
@@ -303,7 +302,7 @@ def print_step(row: dict[str, object]) -> None:
         return
     peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:>8.2f} GiB"
     print(
-        f"{row['case']:<27} {row['batch']:<7} {row['pass_tokens']:>6} a pass "
+        f"{row['case']:<27} {row['batch']:<7} {row['pass_tokens']:>6} per pass "
         f"{row['tokens']:>8} of {row['padded_tokens']:>8} tokens {row['step_seconds']:>8.3f} s "
         f"{row['tokens_per_second']:>10.0f} tok/s {row['tflops']:>7.1f} TFLOP/s "
         f"{100 * row['mfu']:>5.1f} % {peak}",
@@ -316,17 +315,17 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["padded", "packed", "packed-compiled"])
     parser.add_argument("--batches", nargs="+", choices=["ragged", "full", "groups"], default=["ragged", "full"])
     parser.add_argument(
-        "--lengths", nargs="*", type=one_or_more, default=[], help="tokens of a sample, for further batches"
+        "--lengths", nargs="*", type=one_or_more, default=[], help="sample lengths of additional batches"
     )
-    parser.add_argument("--pass-tokens", nargs="+", type=one_or_more, help="train.micro_batch_tokens, one or more")
+    parser.add_argument("--pass-tokens", nargs="+", type=one_or_more, help="values of train.micro_batch_tokens")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model and batches of nearly nothing")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model and tiny batches")
     parser.add_argument("--steps", type=one_or_more, default=3, help="timed steps")
-    parser.add_argument("--warm-up", type=zero_or_more, default=1, help="steps before them")
-    parser.add_argument("--profile", action="store_true", help="also say where a step's time goes")
-    parser.add_argument("--memory-tokens", type=one_or_more, nargs="*", help="sizes for the second table")
+    parser.add_argument("--warm-up", type=zero_or_more, default=1, help="warm-up steps")
+    parser.add_argument("--profile", action="store_true", help="also profile a step")
+    parser.add_argument("--memory-tokens", type=one_or_more, nargs="*", help="token counts of the second table")
     parser.add_argument("--limit-seconds", type=float, default=0.0, help="start no case after this; 0 = no limit")
-    parser.add_argument("--json", type=Path, help="write all numbers here too")
+    parser.add_argument("--json", type=Path, help="also write all numbers to this file")
     arguments = parser.parse_args()
     check_device(parser, arguments.device)
     began = time.perf_counter()
@@ -355,11 +354,11 @@ def main() -> None:
     for name, tokens in itertools.product(arguments.cases, arguments.pass_tokens):
         arguments.shape = replace(arguments.shape, micro_batch_tokens=tokens)
         if arguments.limit_seconds and time.perf_counter() - began > arguments.limit_seconds:
-            print(f"{name:<22} not started: {arguments.limit_seconds:g} s have passed", flush=True)
+            print(f"{name:<22} skipped: --limit-seconds {arguments.limit_seconds:g} reached", flush=True)
             continue
         steps += measure_case(name, arguments)
         result["steps"] = steps
-        if arguments.json:  # after every case, so that an early end loses nothing
+        if arguments.json:  # after every case, so that an interrupted run keeps its results
             arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
 

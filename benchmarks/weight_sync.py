@@ -1,27 +1,25 @@
-"""How long a weight update takes, in plain memory copies of the same bytes, and how long generation pauses for it.
+"""Measure a weight update in plain memory copies of the same bytes, and how long it pauses generation.
 
     python benchmarks/weight_sync.py                       16, 128 and 1024 MB to 1, 2 and 4 makers
     python benchmarks/weight_sync.py --sizes 512 --makers 2
     python benchmarks/weight_sync.py --sizes 512 --makers 2 --load none
-    python benchmarks/weight_sync.py --device cuda --params 0.5B --makers 1     one card for both, weights stay on it
+    python benchmarks/weight_sync.py --device cuda --params 0.5B --makers 1     one GPU for both; weights stay on it
 
-Each maker is a Ray actor with the real receiver and served models; the update goes through the real sender, and is over
+Each maker is a Ray actor with the real receiver and served models. The update goes through the real sender and ends
 when every maker serves the new version.
 
-`--load busy` (the default): each maker's compute thread "generates" without pause, in steps of about a millisecond,
-with the weights free for a commit between batches of steps. The pause is the longest gap between two steps while the
-update ran. With as many makers as cores the makers alone fill the machine, and trainer, staging and Ray get what the
-scheduler takes from them. `--load none`: makers wait for weights and do nothing else; the pause is then the commit as
-the maker clocks it.
+`--load busy` (the default): each maker's compute thread "generates" continuously, in steps of about a millisecond, and
+allows a commit between batches of steps. The pause is the longest gap between two steps during the update. With as many
+makers as cores, the makers alone saturate the machine, and trainer, staging and Ray compete with them for cores.
+`--load none`: makers only wait for weights; the pause is then the commit time that the maker measures.
 
 A plain copy is `numpy.copyto` of the same bytes on one thread, measured before every update while no maker generates.
 The first updates are warm-ups (`--warmups`): they touch memory for the first time, which costs more than the copy
-itself. Medians over the others.
+itself. Values are medians over the others.
 
-With `--device cuda` the model has the 290 tensors of Qwen2-0.5B in bfloat16, makers and sender share the card, a plain
-copy is one `Tensor.copy_` of the same bytes on the device, and a step of generation ends with a synchronize.
-`path` says which way the weights went: "device" (they stayed on the GPU) or "store" (Ray's object store; `--host`
-forces that).
+With `--device cuda` the model has the 290 tensors of Qwen2-0.5B in bfloat16, makers and sender share the GPU, a plain
+copy is one `Tensor.copy_` of the same bytes on the device, and a step of generation ends with a synchronize. `path`
+shows the transport: "device" (weights stayed on the GPU) or "store" (Ray's object store; `--host` forces it).
 """
 
 import argparse
@@ -54,7 +52,7 @@ DEADLINE_SECONDS = 120.0
 
 
 def make_module(megabytes: int) -> nn.Module:
-    """Float32 layers of 4 MB each."""
+    """Return a module of float32 layers of 4 MB each."""
     module = nn.Module()
     count = max(1, megabytes // LAYER_MB)
     layer = LAYER_MB * 2**20 // 4 if megabytes >= LAYER_MB else megabytes * 2**20 // 4
@@ -63,7 +61,7 @@ def make_module(megabytes: int) -> nn.Module:
 
 
 def qwen2_half_billion() -> nn.Module:
-    """Parameters of the shapes of Qwen2-0.5B, bfloat16, on the card."""
+    """Return bfloat16 parameters with the shapes of Qwen2-0.5B, on the GPU."""
     hidden, heads, inner = 896, 128, 4864
     layer = [(hidden, hidden), (hidden,), (heads, hidden), (heads,), (heads, hidden), (heads,), (hidden, hidden)]
     layer += [(inner, hidden), (inner, hidden), (hidden, inner), (hidden,), (hidden,)]
@@ -81,7 +79,7 @@ def build(megabytes: int | str) -> nn.Module:
 
 @ray.remote(num_cpus=0, concurrency_groups={"model_io": 1, "compute": 1})
 class BenchMaker:
-    """The weight side of a maker, and a loop that stands for generation."""
+    """The weight handling of a maker, with a loop in place of generation."""
 
     def __init__(self, megabytes: int | str) -> None:
         torch.set_num_threads(1)
@@ -138,7 +136,7 @@ class BenchMaker:
 
 
 def plain_copy_seconds(source: np.ndarray | torch.Tensor, target: np.ndarray | torch.Tensor) -> float:
-    """The best of three: what the machine can do now."""
+    """Return the best of three copies."""
     seconds = []
     for _ in range(3):
         if isinstance(source, torch.Tensor):
@@ -177,7 +175,7 @@ def measure(megabytes: int | str, num_makers: int, arguments: argparse.Namespace
         copies.append(plain_copy_seconds(source, target))
         if arguments.load == "busy":
             ray.get([maker.set_generating.remote(True) for maker in makers])
-            time.sleep(0.2)  # until every maker is in the middle of its work
+            time.sleep(0.2)  # until every maker generates
         started = time.perf_counter()
         sender.send(version)
         assert all(ray.get([maker.wait_until_served.remote(version) for maker in makers]))
@@ -219,7 +217,7 @@ def main() -> None:
     parser.add_argument("--chunk-mib", type=float, default=64)
     parser.add_argument("--repeats", type=one_or_more, default=7)
     parser.add_argument("--warmups", type=zero_or_more, default=4)
-    parser.add_argument("--json", type=Path, help="write the rows here too")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     arguments = parser.parse_args()
     check_device(parser, arguments.device)
     if (arguments.params is None) != (arguments.device == "cpu"):

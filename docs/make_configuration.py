@@ -1,11 +1,10 @@
-"""Fills in the parts of docs/configuration.md that the code decides.
+"""Generate the tables and the example plan in docs/configuration.md from the code.
 
     python docs/make_configuration.py            write the page
-    python docs/make_configuration.py --check    only say whether it is up to date (exit code 1 if not)
+    python docs/make_configuration.py --check    only check whether it is up to date (exit code 1 if not)
 
-A page holds blocks between `<!-- made: NAME -->` and `<!-- end: NAME -->`. What stands between the two is
-replaced; everything else is written by hand. The output depends on nothing but the code, so
-tests/unit/config/test_docs.py can compare.
+Generated blocks are between `<!-- made: NAME -->` and `<!-- end: NAME -->`; everything else is written by hand. The
+output depends only on the code, so that tests/unit/config/test_docs.py can compare it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from coati.config.section import Section, spell
 
 DOCS = Path(__file__).resolve().parent
 
-# The example of docs/configuration.md; model, prompts and reward do not matter to the sizes.
+# The example in docs/configuration.md; model, prompts and reward do not affect the sizes.
 EXAMPLE = (
     "run.name=example",
     "model.path=model",
@@ -45,7 +44,7 @@ EXAMPLE = (
 
 
 def settings_tables() -> str:
-    """One heading and one table for each section of a run's settings."""
+    """Return a heading and a table for each section of the settings."""
     blocks = []
     for name, field in RunSettings.model_fields.items():
         section, title = field.annotation, f"[{name}]"
@@ -60,7 +59,7 @@ def settings_tables() -> str:
 
 
 def example_plan() -> str:
-    """The example's overrides as TOML would group them, and the plan that follows from them."""
+    """Return the example's settings as TOML, and the plan for them."""
     sizes = [f"{key} = {value}" for key, value in (item.split("=", 1) for item in EXAMPLE[4:])]
     plan = plan_lines(load_config(None, EXAMPLE))
     shown = [line for line in plan if not line.startswith(("Model:", "Reward:", "Output:"))]
@@ -84,7 +83,7 @@ def render(page: str, text: str) -> str:
 
 
 def outdated() -> Iterator[tuple[Path, str]]:
-    """Yield each page that is not up to date, with the text it should have."""
+    """Yield each outdated page with its new text."""
     for page in PAGES:
         path = DOCS / page
         text = path.read_text(encoding="utf-8")
@@ -105,7 +104,7 @@ def _section_block(title: str, section: type[Section]) -> str:
 
 
 def rule_of(field: FieldInfo) -> str:
-    """Say in words what a setting must be: its own rule, or what its type and bounds say."""
+    """Describe the valid values of a setting: its own rule, or one derived from type and bounds."""
     if isinstance(field.json_schema_extra, dict) and (rule := field.json_schema_extra.get("rule")):
         return str(rule)
     kind = field.annotation
@@ -130,7 +129,7 @@ def rule_of(field: FieldInfo) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.annotation in (RolloutSettings, RewardSettings):  # of an evaluation set
+    if field.annotation in (RolloutSettings, RewardSettings):  # keys of an evaluation set
         return "the run's"
     if field.is_required():
         return "required"
@@ -146,7 +145,7 @@ def _cell(text: str) -> str:
 
 
 def main() -> int:
-    """Write the pages, or check them."""
+    """Write the pages or check them."""
     stale = list(outdated())
     is_check = "--check" in sys.argv[1:]
     for path, fresh in stale:

@@ -1,7 +1,7 @@
-"""The actors by hand: one maker and one trainer over a tiny Llama with random weights, on the CPU.
+"""Create the actors by hand: one maker and one trainer with a tiny, randomly initialized Llama, on the CPU.
 
-The reward is the share of even token ids among a sequence's tokens; the policy learns to write more of them.
-Run it with `python examples/detached_ppo.py`; the trained model ends up in runs/detached_ppo.
+The reward is the fraction of even token ids in a sequence; the policy learns to generate more of them. Run it with
+`python examples/detached_ppo.py`. The trained model is saved to runs/detached_ppo.
 """
 
 import ray
@@ -24,16 +24,16 @@ CONFIG = LlamaConfig(
 
 
 class EvenTokens(nn.Module):
-    """A reward model is anything that maps (sequences, attention_mask) to one score for each row."""
+    """A reward model: any module that maps (sequences, attention_mask) to one score per row."""
 
     def forward(self, sequences: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the share of even ids, padding left out."""
+        """Return the fraction of even ids, ignoring padding."""
         is_even = (sequences % 2 == 0) & attention_mask.bool()
         return is_even.sum(dim=1) / attention_mask.sum(dim=1)
 
 
 def trainer_models() -> tuple[Actor, Critic]:
-    """Return what the trainer trains; seeded, so that the maker's initial model equals the first actor."""
+    """Return the trained models, seeded so that the maker's initial model equals the first actor."""
     torch.manual_seed(0)
     return Actor.from_config(CONFIG), Critic.from_config(CONFIG)
 
@@ -51,12 +51,12 @@ def prompts() -> list[dict[str, Tensor]]:
 
 
 def strategy() -> DDPStrategy:
-    """Return how a process lays out its models; one process means plain torch."""
+    """Return the strategy that places models on devices; with one process it is plain torch."""
     return DDPStrategy(seed=0, device="cpu")
 
 
 def main() -> None:
-    """Create both actors by name, hand the maker its first weights, run both loops, save."""
+    """Create both actors, send the maker its first weights, run both loops, and save."""
     ray.init(address="local", namespace="example", num_cpus=2, include_dashboard=False, log_to_driver=False)
     trainer = DetachedPPOTrainer.options(name="trainer", num_cpus=1).remote(
         ["maker"], strategy, trainer_models, train_batch_size=BATCH, buffer_limit=1,

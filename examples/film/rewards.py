@@ -1,8 +1,8 @@
-"""Two rewards for film opinions, written the way any reward function is.
+"""Two example reward functions for film opinions.
 
-A reward function takes `completions`, and `prompts` or columns of the dataset by name where it wants them.
-All are lists of equal length. It returns one number per completion, or None where a sample deserves no score;
-such a sample is left out of training and counted.
+A reward function takes `completions` and, if its signature names them, `prompts` and columns of the dataset, all as
+lists of equal length. It returns one number per completion, or None for "no score"; such a sample is dropped and
+counted.
 """
 
 GOOD_WORDS = """
@@ -16,22 +16,22 @@ BLAME = frozenset(BAD_WORDS.split())
 
 
 def praise(completions: list[str]) -> list[float | None]:
-    """How kind a completion is, from -1 to 1: good words less bad ones, over both and one more.
+    """Return how positive each completion is, from -1 to 1: (good - bad words) / (good + bad words + 1).
 
-    Because of the one more, further words of praise count, but ever less; `not` turns the next word around.
+    The + 1 lets further words of praise count, with diminishing returns. `not` negates the next word.
     """
     return [_praise(text.lower().split()) for text in completions]
 
 
 def on_topic(prompts: list[str], completions: list[str], topic: list[str]) -> list[float]:
-    """Return 1 for an opinion that mentions the topic of its row, in the prompt or after it, else 0."""
+    """Return 1 if the prompt or completion mentions the topic of its row, else 0."""
     texts = zip(prompts, completions, topic, strict=True)
     return [float(word in f"{prompt} {completion}".lower().split()) for prompt, completion, word in texts]
 
 
 def _praise(words: list[str]) -> float | None:
     if not words:
-        return None  # nothing was written, so there is nothing to judge
+        return None  # an empty completion has no score
     good = bad = 0
     for before, word in zip(["", *words], words, strict=False):
         is_good, is_bad = word in PRAISE, word in BLAME

@@ -1,8 +1,8 @@
-"""Make the teacher of distill.toml: a Llama five times the size of the student, taught the task until it is good at it.
+"""Train the teacher of distill.toml: a Llama larger than the student, trained until it is good at the task.
 
-    python examples/reasoning/make_teacher.py      after prepare.py
+    python examples/reasoning/make_teacher.py      # after prepare.py
 
-It learns from the training rows only, and has the student's vocabulary, which distillation needs.
+It learns from the training rows only and has the student's vocabulary, which distillation requires.
 """
 
 import json
@@ -13,7 +13,7 @@ STEPS = 300
 
 
 def main() -> None:
-    """Write the teacher's folder."""
+    """Train the teacher and save it."""
     rows = [json.loads(line) for line in (FOLDER / "train.jsonl").read_text(encoding="utf-8").splitlines()]
     tokenizer = make_tokenizer()
     teacher = make_model(tokenizer, hidden_size=128, num_layers=3)

@@ -1,10 +1,10 @@
-"""Make what the runs in this folder need, without a download: a task's rows, and a small model that half knows it.
+"""Prepare the runs in this folder without downloads: write the task's prompts and train a small base model.
 
     python examples/reasoning/prepare.py
 
-The task is `spell_backward` of reasoning-gym. `runs/reasoning/train.jsonl` and `held_out.jsonl` share no word. The
-model is a small Llama: the task's sentence is one token, and each letter is one. It is taught the task for a short
-while, and stops long before it is good at it; training with the task's own verifier takes it from there.
+The task is `spell_backward` of reasoning-gym. `runs/reasoning/train.jsonl` and `held_out.jsonl` have no word in common.
+The model is a small Llama; the task's sentence is one token, and so is each letter. Supervised training stops long
+before the model is good at the task, and reinforcement learning with the task's verifier continues from there.
 """
 
 import json
@@ -25,7 +25,7 @@ STEPS, BATCH_SIZE, LEARNING_RATE = 60, 64, 2e-3
 
 
 def make_rows() -> list[dict]:
-    """Return rows that ask for different words, of three to six letters."""
+    """Return rows with distinct words of three to six letters."""
     task = reasoning_gym.create_dataset("spell_backward", seed=1, size=20_000, min_word_len=3, max_word_len=6)
     entries = {entry["answer"]: entry for entry in task if entry["answer"].islower()}
     answers = sorted(entries)
@@ -37,7 +37,7 @@ def make_rows() -> list[dict]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of the task's sentence, letters and the line feed after a question."""
+    """Return a tokenizer for the task's sentence, letters, and the newline after a question."""
     tokens = ["<pad>", "<bos>", "<eos>", SENTENCE, "\n", *"abcdefghijklmnopqrstuvwxyz"]
     backend = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<pad>"))
     sentence = SENTENCE.replace("(", r"\(").replace(")", r"\)")
@@ -49,7 +49,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int = 64, num_layers: int = 2) -> LlamaForCausalLM:
-    """Return a Llama of random weights, the same for every call."""
+    """Return a Llama with seeded random weights."""
     set_up_cpu(1)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -68,7 +68,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int = 64, num_la
 
 
 def teach(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict], steps: int) -> None:
-    """Train the model on answers, for so many steps."""
+    """Train the model on answers for `steps` steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     rng = random.Random(0)
     for step in range(1, steps + 1):
@@ -86,7 +86,7 @@ def teach(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: lis
 
 
 def main() -> None:
-    """Write the files and the model."""
+    """Write the prompts and the model."""
     rows = make_rows()
     train, held_out = rows[:-NUM_HELD_OUT], rows[-NUM_HELD_OUT:]
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def main() -> None:
     teach(model, tokenizer, train, STEPS)
     model.save_pretrained(FOLDER / "base")
     tokenizer.save_pretrained(FOLDER / "base")
-    print(f"{FOLDER}: {len(train):,} rows to train on, {len(held_out)} held out, and the model in base/")
+    print(f"{FOLDER}: {len(train):,} training rows, {len(held_out)} held-out rows, and the model in base/")
 
 
 if __name__ == "__main__":

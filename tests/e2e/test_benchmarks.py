@@ -1,4 +1,4 @@
-"""The numbers that benchmarks report, by hand."""
+"""Benchmark reports, checked against numbers worked out by hand."""
 
 import argparse
 import json

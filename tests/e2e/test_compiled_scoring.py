@@ -1,4 +1,4 @@
-"""Compiled blocks: one code for all models that score, the weights of now, and copies of weights while they learn."""
+"""Compiled blocks: scoring models share code, use the current weights, and train on copies."""
 
 import copy
 

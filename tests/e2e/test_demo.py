@@ -1,4 +1,4 @@
-"""`coati demo` as a person runs it; over three seeds among the long tests, two of them with --sync in this process."""
+"""`coati demo` as a user runs it. Long tests cover three seeds, two of them with --sync in this process."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How runs end from outside: signals, a driver or Ray's head that is killed. Nothing may be left behind."""
+"""Runs ended from outside, by signals or by killing the driver or Ray's head, leave nothing behind."""
 
 import contextlib
 import os

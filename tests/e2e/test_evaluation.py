@@ -1,4 +1,4 @@
-"""Evaluation as a person meets it: `[[eval]]` in a run on Ray, and `coati eval`."""
+"""Evaluation end to end: `[[eval]]` in a run on Ray, and `coati eval`."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What imports what: `import coati` is light, only coati.ray and coati.cli know Ray."""
+"""Import rules: `import coati` is light, and only coati.ray and coati.cli import Ray."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""coati as a library: the page in the docs, and `coati.train` on Ray."""
+"""coati as a library: the snippets of docs/library.md, and `coati.train` on Ray."""
 
 import inspect
 import io

@@ -1,4 +1,4 @@
-"""Adapters from a trainer to a maker: what their base is, what is rejected, how little they weigh."""
+"""LoRA updates from trainer to maker: base weights, rejected updates, and size."""
 
 import pytest
 import tiny

@@ -1,4 +1,4 @@
-"""A thousand adapter updates, some torn, late or merged: the model is its base plus the last delta, and no more."""
+"""A thousand LoRA updates, some torn, late or merged: the model always equals its base plus the last delta."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""On-policy on the CPU, the number of makers changes no bit."""
+"""On-policy on the CPU, the number of makers does not change the result."""
 
 import pytest
 

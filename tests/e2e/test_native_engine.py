@@ -1,4 +1,4 @@
-"""The native engine against the reference engine: same draws, same text, same log-probs, whatever the slots."""
+"""The native engine matches the reference engine: same draws, text and log-probs, with any number of slots."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""`coati train --resume`: a run that ended in the middle goes on as if it had not."""
+"""`coati train --resume`: an interrupted run continues as if it had never stopped."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""A run whose reward is a server that is slow, wrong, down and back again: it goes on, and no failure is a score."""
+"""A reward server that is slow, wrong, down and back again: the run continues, and no failure becomes a score."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""From settings to objects: every setting arrives, and what cannot be loaded is named."""
+"""From settings to objects: every setting takes effect, and an object that cannot be loaded is named in the error."""
 
 import contextlib
 import json

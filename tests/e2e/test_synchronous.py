@@ -1,4 +1,4 @@
-"""The whole system in one process, on a model of a few hundred weights."""
+"""The whole system in one process, with a model of a few hundred weights."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""`coati train`: asynchronous against synchronous, stopping, and every kind of bad input."""
+"""`coati train`: asynchronous and synchronous runs, stopping, and invalid input."""
 
 import contextlib
 import importlib.util

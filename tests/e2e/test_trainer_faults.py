@@ -1,7 +1,7 @@
-"""`coati train` with trainers that are killed: they are started again from the newest checkpoint, and on-policy the run
-ends with the bits of one without faults. `coati audit` accounts for every sample.
+"""`coati train` with trainers that are killed: they restart from the newest checkpoint, and on-policy the result is
+bit-identical to a run without faults. `coati audit` accounts for every sample.
 
-The ledger lives in the trainer, so this is also what happens when the ledger is killed.
+The ledger lives in the trainer, so these tests also cover its death.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Weights on one card between two processes, without Ray."""
+"""Weights shared by two processes on one GPU, without Ray."""
 
 import multiprocessing
 

@@ -1,4 +1,4 @@
-"""A checkpoint made on a GPU: weights, moments and random numbers come back there to the bit."""
+"""Checkpoints on a GPU restore weights, moments and random state bit for bit."""
 
 import tiny
 import torch

@@ -1,4 +1,4 @@
-"""The plain core on a GPU: same numbers as on the CPU, weights committed in place, memory pinned."""
+"""The core classes on a GPU: same numbers as on the CPU, in-place commits, pinned memory."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Maker and trainer in two Ray actors that share one card."""
+"""Maker and trainer as two Ray actors that share one GPU."""
 
 import json
 

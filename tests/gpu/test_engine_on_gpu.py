@@ -1,4 +1,4 @@
-"""The native engine with real CUDA graphs: the reference's text, the learner's log-probs, whatever the slots."""
+"""The native engine with CUDA graphs: the reference's text and the learner's log-probs, with any number of slots."""
 
 import dataclasses
 

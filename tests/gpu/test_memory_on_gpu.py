@@ -1,4 +1,4 @@
-"""A card that is nearly full: passes are halved until they fit, and everything else fails with an error of ours."""
+"""A nearly full GPU: passes are halved until they fit, and all other failures raise coati's errors."""
 
 import contextlib
 import gc

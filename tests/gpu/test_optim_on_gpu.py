@@ -1,4 +1,4 @@
-"""HybridAdam over parameters on a CPU and on a GPU: one optimizer, the fused kernel of each device."""
+"""HybridAdam over CPU and GPU parameters: one optimizer with each device's fused kernel."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Packed rows on a GPU: torch's kernel is taken in half precision, and agrees with padding; compiled blocks learn."""
+"""Packed rows on a GPU: the half-precision kernel agrees with padding, and compiled blocks learn."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Every strategy on one GPU: the weights of the CPU, shards where the policy says, files that go both ways."""
+"""Every strategy on one GPU: same weights as on the CPU, shards where expected, files that load both ways."""
 
 import pytest
 import torch

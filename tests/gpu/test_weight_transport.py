@@ -1,4 +1,4 @@
-"""Trainer and maker in two processes on one card: weights stay on it, and generation hardly pauses."""
+"""Trainer and maker processes on one GPU: weights stay on it, and generation hardly pauses."""
 
 import copy
 

@@ -1,6 +1,6 @@
-"""A real run with each tracker's real package, offline: what it holds afterwards is what the run's own files hold.
+"""Real runs with the real package of each tracker, offline: the tracker's data equals the run's own files.
 
-The run is resumed from a checkpoint before its last steps, so that these are made again.
+The run is resumed from a checkpoint before its last steps, so that these steps are sent twice.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Engines for these tests, one at a time: vLLM's engines share state of the process, which ends with any of them."""
+"""vLLM engines for these tests, one at a time, because they share process state that ends with any of them."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""vLLM on a GPU, in bfloat16, where rounding hides a small update from the canary."""
+"""vLLM on a GPU in bfloat16, where rounding can hide a small update from the canary."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""vLLM, held to the protocol of all engines, and what is its own: `make test-vllm` installs it."""
+"""vLLM against the protocol of all engines, and its own behaviour. `make test-vllm` installs vLLM."""
 
 import dataclasses
 
