@@ -201,7 +201,7 @@ def test_what_a_run_reads_may_not_lie_in_what_it_replaces(config, tmp_path, key)
     check_inputs_outside(config)
 
 
-# Asking a run for makers
+# Scaling a running job
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_only_a_file_of_the_same_user_is_obeyed(running, caplog, monkeypatch):
     (running / "control.json").rename(running / "elsewhere.json")
     (running / "control.json").symlink_to(running / "elsewhere.json")
     assert asked_makers(running) is None
-    assert ["file of the user" in message for message in caplog.messages] == [True] * 3
+    assert ["owned by the user" in message for message in caplog.messages] == [True] * 3
 
 
 def test_only_a_run_that_lives_is_asked(config, tmp_path, monkeypatch, capsys):
