@@ -232,8 +232,8 @@ def asked_makers(folder: Path) -> int | None:
         claimed.unlink()
     if request is None or not 1 <= (makers := int(request[1])) <= MAX_MAKERS:
         logger.warning(
-            'Request refused; training continues. %s must be owned by the user who started the run and contain {"makers": '
-            "N}, with N from 1 to %d. Use coati scale to write it.",
+            "Request refused; training continues. %s must be owned by the user who started the run and contain "
+            '{"makers": N}, with N from 1 to %d. Use coati scale to write it.',
             _CONTROL,
             MAX_MAKERS,
         )
@@ -257,11 +257,11 @@ def _is_running(folder: Path) -> bool:
 
 
 def resumed_settings(folder: Path, overrides: Overrides) -> RunSettings:
-    """Return the settings of the run in a folder, with overrides. Warn about changes; ConfigError if one is not allowed."""
+    """Return the settings of the run in a folder, with overrides. Warn about changes; ConfigError for some."""
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"--resume must be the output folder of a run, which has a config.toml, got {str(folder)!r}.")
     before, after = (_settings(folder, some) for some in ((), overrides))
-    changes = changed_settings(before, after)
+    changes = _changed_settings(before, after)
     fixed = [changes[key] for key in changes if key in _FIXED or key.partition(".")[0] in _FIXED_SECTIONS]
     if fixed:
         raise ConfigError(
@@ -273,7 +273,7 @@ def resumed_settings(folder: Path, overrides: Overrides) -> RunSettings:
     return after
 
 
-def changed_settings(before: RunSettings, after: RunSettings) -> dict[str, str]:
+def _changed_settings(before: RunSettings, after: RunSettings) -> dict[str, str]:
     """Describe the settings that differ, by key. Evaluation sets are compared as a whole."""
     sets = {} if before.eval == after.eval else {"eval": "[[eval]] differs"}
     return sets | {
@@ -288,13 +288,12 @@ def _settings(folder: Path, overrides: Overrides) -> RunSettings:
     config = load_config(folder / "config.toml", overrides)
     if "run.output" in parse_overrides(overrides):
         return config
-    return config.model_copy(
-        update={"run": config.run.model_copy(update={"output": str(folder)})}
-    )  # the folder may have moved
+    run = config.run.model_copy(update={"output": str(folder)})  # the folder may have moved
+    return config.model_copy(update={"run": run})
 
 
 def check_incomplete(config: RunSettings) -> None:
-    """Raise ConfigError if the run has nothing left to train: all steps are done, and the model was saved afterwards."""
+    """Raise ConfigError if the run is complete: all steps are done, and the model was saved afterwards."""
     metrics, model = config.output_folder / "metrics.jsonl", config.output_folder / "model"
     if not (metrics.is_file() and model.is_dir()):
         return
