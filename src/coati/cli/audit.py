@@ -72,7 +72,7 @@ def replay(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run on the CPU with one trainer.")
     ],
-    until: Annotated[int | None, typer.Option(metavar="VERSION", help="Stop after this version.")] = None,
+    until: Annotated[int | None, typer.Option(metavar="VERSION", min=0, help="Stop after this version.")] = None,
 ) -> None:
     """Re-execute a run from its journal. Exit with 1 at the first weights or samples that differ."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
