@@ -273,7 +273,7 @@ def test_tensorboard_reads_back_what_was_written_last_of_each_step(folder):
     ],
 )
 def test_settings_take_no_secrets(table, key):
-    with pytest.raises(ConfigError, match=f"{key} must be left out") as raised:
+    with pytest.raises(ConfigError, match=f"{key} must be unset") as raised:
         build_config({**SECTIONS, "logging": {"trackers": {"swanlab": table}}})
     assert "c0ffee" not in str(raised.value)
 
