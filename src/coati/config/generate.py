@@ -67,7 +67,7 @@ class GenerateOptions(SamplingSettings):
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise GenerateOptionError(
                     f"unknown generate option {name}={value!r}.{hint} Known options: {', '.join(KNOWN_OPTIONS)}. "
-                    "Other options of transformers are not supported: with beams, penalties or forced tokens, responses "
+                    "Other transformers options are not supported: with beams, penalties or forced tokens, responses "
                     "would not be samples of the policy, as training assumes."
                 )
             if value is not None:
