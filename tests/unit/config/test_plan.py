@@ -21,8 +21,8 @@ def test_the_defaults_by_hand():
     # 16 prompts × 1 sample; 1 trainer × 16 samples; 100 steps of 1 fresh batch each
     plan = plan_of()
     text = words(plan)
-    assert "16 prompts x 1 sample = 16 samples in a rollout batch" in text
-    assert "1 trainer x 16 samples = 16 samples, in passes of at most 16,384 tokens, on one GPU up to" in text
+    assert "16 prompts x 1 sample = 16 samples per rollout batch" in text
+    assert "1 trainer x 16 samples = 16 samples, in passes of at most 16,384 tokens (on one GPU up to" in text
     assert "Total: 100 optimizer steps, 1,600 samples, 100 weight versions." in text
 
 
@@ -83,7 +83,7 @@ def test_a_reference_is_there_for_a_penalty_or_if_it_is_named():
 
 def test_staleness_in_words():
     assert "on-policy" in words(plan_of("topology.max_staleness=0"))
-    assert "may be 2 weight versions behind" in words(plan_of("topology.max_staleness=2"))
+    assert "may be up to 2 weight versions old" in words(plan_of("topology.max_staleness=2"))
     assert "any number" in words(plan_of("topology.max_staleness=-1"))
 
 

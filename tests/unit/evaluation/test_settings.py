@@ -107,9 +107,15 @@ def test_the_plan_counts_prompts_and_says_how_a_set_is_measured(tmp_path):
     own = {"rollout": {"do_sample": False, "max_new_tokens": 9}, "before": False, "at_end": False, "max_prompts": 100}
     one = {"prompts": {"path": str(tmp_path / "test.jsonl")}, "best_by": "avg@4", "every": 2, "patience": 3, **own}
     line = next(line for line in plan_lines(settings(**one)) if line.startswith("Evaluation held-out: "))
-    for part in ("7 prompts", "greedily", "9 new tokens", "every 2 versions; the best model by avg@4", "3 evaluations"):
+    for part in (
+        "7 prompts",
+        "greedy decoding",
+        "9 new tokens",
+        "every 2 versions; keeps the best model by avg@4",
+        "3 evaluations",
+    ):
         assert part in line
     config = build_config({**RUN, "prompts": one["prompts"]})
     (line,) = [line for line in plan_lines(config) if line.startswith("Prompts: ")]
     per_prompt = config.train.total_steps * config.train.batch_size / config.rollout.samples_per_prompt / 7
-    assert f"7 prompts, each taken {per_prompt:.3g} times" in line
+    assert f"7 prompts, each used {per_prompt:.3g} times" in line
