@@ -9,7 +9,7 @@ from typing import Any
 from coati.config.generate import GenerateOptions, native_engine_problem
 from coati.config.reward import RewardSettings
 from coati.config.run_settings import EvalSettings, RunSettings
-from coati.config.sections import PromptSettings
+from coati.config.sections import PromptSettings, TrainSettings
 from coati.counting import counted
 
 _ROUNDED_RATE = 1e-4  # a step is about the learning rate, and weights are about 0.01
@@ -41,7 +41,7 @@ def _size_lines(config: RunSettings) -> list[str]:
         f"Makers: {counted(topology.makers, 'maker')}; {staleness}.",
         f"Algorithm: {algorithm.name}{loss}{groups}; {penalty}.",
         f"Optimizer step: {counted(topology.trainers, 'trainer')} {_TIMES} {counted(train.batch_size, 'sample')} = "
-        f"{counted(per_step, 'sample')}, {_pass_size(train.micro_batch_tokens)}.",
+        f"{counted(per_step, 'sample')}, {_pass_size(train)}.",
         f"Per weight version: {counted(train.update_steps, 'fresh batch', 'fresh batches')} {_TIMES} "
         f"{counted(train.epochs, 'epoch')} = {counted(train.update_steps * train.epochs, 'optimizer step')} on "
         f"{counted(per_version, 'fresh sample')}.",
@@ -51,10 +51,13 @@ def _size_lines(config: RunSettings) -> list[str]:
     ]
 
 
-def _pass_size(tokens: int | str) -> str:
-    if tokens == "auto":
-        return "in passes of at most 16,384 tokens (on one GPU up to 32,768, with activation checkpointing if needed)"
-    return f"in passes of at most {counted(int(tokens), 'token')}" if tokens else "in one pass per trainer"
+def _pass_size(train: TrainSettings) -> str:
+    limits = [counted(train.micro_batch_size, "sample")] * bool(train.micro_batch_size)
+    if train.micro_batch_tokens == "auto":
+        limits.append("16,384 tokens (on one GPU up to 32,768, with activation checkpointing if needed)")
+    elif train.micro_batch_tokens:
+        limits.append(counted(train.micro_batch_tokens, "token"))
+    return f"in passes of at most {' and '.join(limits)}" if limits else "in one pass per trainer"
 
 
 def _engine(config: RunSettings) -> str:

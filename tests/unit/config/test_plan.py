@@ -60,6 +60,20 @@ def test_a_remainder_by_hand():
     assert "4 fresh batches x 3 epochs = 12 optimizer steps on 64 fresh samples" in text
 
 
+@pytest.mark.parametrize(
+    ("size", "tokens", "expected"),
+    [
+        (0, 0, "in one pass per trainer."),
+        (2, 0, "in passes of at most 2 samples."),
+        (0, 512, "in passes of at most 512 tokens."),
+        (2, 512, "in passes of at most 2 samples and 512 tokens."),
+        (2, "auto", "in passes of at most 2 samples and 16,384 tokens (on one GPU"),
+    ],
+)
+def test_the_plan_has_both_limits_of_a_pass(size, tokens, expected):
+    assert expected in words(plan_of(f"train.micro_batch_size={size}", f"train.micro_batch_tokens={tokens}"))
+
+
 def test_the_plan_says_which_reward_and_where_files_go():
     plan = plan_of(
         "reward.function=''",
