@@ -106,7 +106,7 @@ class AlgorithmSettings(Section, section="algorithm"):
         remedy='For my_loss() in losses.py write "losses:my_loss".',
         pattern=rf"^({'|'.join(LOSSES)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
     )
-    kl_coef: float = setting(0.1, "Weight of the KL penalty relative to the reference model.", ge=0)
+    kl_coef: float = setting(0.1, "Weight of the penalty on the KL to the reference model.", ge=0)
     kl_in: Literal["reward", "loss"] = setting(
         "reward", "Where the KL penalty is applied: in each token's reward, or as a separate term of the loss."
     )

@@ -22,7 +22,7 @@ class RewardSource(Section):
     options: dict[str, Any] = setting({}, "Options of the function.", rule="a table of options")
     columns: dict[str, str] = setting(
         {},
-        "Dataset columns for parameters of the function, if their names differ.",
+        "Maps parameters of the function to dataset columns with other names.",
         rule='a table such as { answer = "solution" }',
     )
     messages: bool = setting(
@@ -32,7 +32,7 @@ class RewardSource(Section):
 
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         if self.messages and (self.model or (self.function and ":" not in self.function)):
-            yield "messages", "false unless reward.function is your own function", True, "Remove it."
+            yield "messages", "false unless function is your own", True, "Remove it."
         for key in secrets_in(self.options, "options"):
             remedy = "Keep the secret in an environment variable, and pass the name of the variable as the option."
             yield key, "unset, because settings are saved to files", "***", remedy
@@ -68,7 +68,7 @@ class RewardSettings(RewardSource, section="reward"):
     )
     timeout_seconds: float = setting(120.0, "Timeout for one call of a reward function on a batch.", gt=0)
     retries: int = setting(
-        1, "Number of retries if a function raises or hangs, with the samples that it failed on.", ge=0
+        1, "Number of retries of a function that raises or hangs, on the samples that it failed on.", ge=0
     )
     max_quarantined: int = setting(
         64,

@@ -154,19 +154,19 @@ PassTokens = Annotated[int | Literal["auto"], PlainValidator(_check_tokens)]
 
 
 class TrainSettings(Section, section="train"):
-    """`[train]`: how trainers train. A step is one batch of fresh samples on every trainer."""
+    """`[train]`: length, batches, optimizer and sharding. A step is one batch of fresh samples on every trainer."""
 
     total_steps: int = setting(100, "Number of fresh batches that each trainer trains on in the run.", ge=1)
     update_steps: int = setting(1, "Number of fresh batches between two weight updates to the makers.", ge=1)
     epochs: int = setting(1, "Number of passes over the fresh batches of each weight update.", ge=1)
     batch_size: int = setting(16, "Samples per optimizer step and trainer.", ge=1)
     micro_batch_size: int = setting(
-        0, "Maximum samples per forward and backward pass; 0 = the whole batch. Lower values need less memory.", ge=0
+        0, "Maximum samples per forward and backward pass; 0 = the whole batch. Less memory, same result.", ge=0
     )
     micro_batch_tokens: PassTokens = setting(
         "auto",
         "Maximum tokens per forward and backward pass, without padding if the model supports packed rows; 0 = no "
-        "limit. Lower values need less memory. auto = on one GPU as many as fit, up to 32768, with "
+        "limit. Less memory, same result. auto = on one GPU as many as fit, up to 32768, with "
         "activation_checkpointing if a single sample does not fit; otherwise 16384.",
         rule='"auto" or a whole number, 0 or more',
     )
