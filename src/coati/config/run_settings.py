@@ -203,9 +203,9 @@ class RunSettings(Section):
         names, best = [one.name for one in self.eval], [one.name for one in self.eval if one.best_by]
         if len(set(names)) < len(names):
             yield "eval", "sets with different names", names, "Give each its own name."
-        remedy = "Makers have only one engine. Remove the setting."
         for index, one in enumerate(self.eval):
             if one.rollout.engine != self.rollout.engine:
+                remedy = "Makers have only one engine. Remove the setting."
                 yield f"eval[{index}].rollout.engine", "the same as in [rollout]", one.rollout.engine, remedy
             options, of_run = (GenerateOptions.parse(**some.generate_options) for some in (one.rollout, self.rollout))
             # The native engine falls back to the reference engine if it does not support an option of the run.
@@ -214,12 +214,8 @@ class RunSettings(Section):
                 remedy = 'Remove the option, or set rollout.engine to "reference", which is slower.'
                 yield f"eval[{index}].rollout", f"options that the engine supports ({problem})", one.name, remedy
         if len(best) > 1:
-            yield (
-                "eval",
-                "sets of which at most one has best_by",
-                best,
-                "Choose one set: there is only one best/ folder.",
-            )
+            remedy = "There is only one best/ folder: choose one set."
+            yield "eval", "sets of which at most one has best_by", best, remedy
 
     def _sampling_conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         """Reject truncated sampling with off-policy correction: importance weights need the whole distribution."""
@@ -227,9 +223,7 @@ class RunSettings(Section):
         is_weighted = algorithm.correction != "none" and (staleness or algorithm.resolved(0).correction == "decoupled")
         for key, off in {"top_k": 0, "top_p": 1.0, "min_p": 0.0}.items():
             if is_weighted and self.rollout.do_sample and (value := options.get(key, off)) != off:
-                rule = (
-                    f"{off} while stale data is corrected: no correction makes up for tokens that could not be sampled"
-                )
+                rule = f"{off} while stale data is corrected: no weight makes up for tokens that could not be sampled"
                 remedy = 'Lower rollout.temperature instead, or set algorithm.correction to "none" to accept the bias.'
                 yield f"rollout.{'generate.' * (key == 'min_p')}{key}", rule, value, remedy
 

@@ -89,6 +89,15 @@ def test_options_that_the_engine_refuses_are_refused_before_anything_starts():
         build_config({**RUN, "rollout": RUN["rollout"] | rollout, "eval": [one]})
 
 
+def test_an_engine_of_its_own_is_refused_with_the_remedy_for_engines():
+    slow, other = {"generate": {"max_time": 5.0}}, {"engine": "reference"}
+    sets = [{"name": name, "prompts": {"path": "t"}, "rollout": own} for name, own in (("a", slow), ("b", other))]
+    with pytest.raises(
+        ConfigError, match=r'eval\[1\]\.rollout\.engine .* got "reference"\. Makers have only one engine'
+    ):
+        build_config({**RUN, "eval": sets})
+
+
 def test_names_differ_and_one_set_chooses_the_best():
     first = {"name": "a", "prompts": {"path": "a.jsonl"}, "best_by": "avg@4"}
     for second in ({**first, "name": "b"}, {**first, "best_by": ""}):
