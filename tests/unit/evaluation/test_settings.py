@@ -89,7 +89,7 @@ def test_options_that_the_engine_refuses_are_refused_before_anything_starts():
         build_config({**RUN, "rollout": RUN["rollout"] | rollout, "eval": [one]})
 
 
-def test_an_engine_of_its_own_is_refused_with_the_remedy_for_engines():
+def test_an_engine_other_than_the_runs_is_rejected_with_the_right_remedy():
     slow, other = {"generate": {"max_time": 5.0}}, {"engine": "reference"}
     sets = [{"name": name, "prompts": {"path": "t"}, "rollout": own} for name, own in (("a", slow), ("b", other))]
     with pytest.raises(
