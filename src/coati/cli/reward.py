@@ -60,7 +60,7 @@ def check(
     failed["score"] = set(pending.failures)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for row in sorted(range(len(table)), key=lambda row: row not in pending.failures)[:show]:
-        cells = (f"{name} {_shown(float(values[row]), row in failed[name])}" for name, values in columns.items())
+        cells = (f"{name} {_format_score(float(values[row]), row in failed[name])}" for name, values in columns.items())
         console.print(f"{table.where(row)}: {', '.join(cells)}")
         console.print(f"    {excerpt(repr(pending.request.completions[row]))}")
         if details := remarks[row].get("details"):
@@ -81,7 +81,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _shown(score: float, is_failure: bool) -> str:
+def _format_score(score: float, is_failure: bool) -> str:
     return "failed" if is_failure else f"{score:.4g}" if math.isfinite(score) else "none"
 
 

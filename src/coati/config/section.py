@@ -111,7 +111,7 @@ _SECTIONS: dict[str, type[Section]] = {}
 
 def describe(model: type[Section], error: ValidationError) -> list[str]:
     """Return a complete message for each problem in a pydantic error."""
-    return [line for detail in error.errors(include_url=False) for line in _lines(model, detail)]
+    return [line for detail in error.errors(include_url=False) for line in _messages(model, detail)]
 
 
 def spell(value: Any) -> str:
@@ -119,7 +119,7 @@ def spell(value: Any) -> str:
     return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _lines(model: type[Section], detail: Any) -> list[str]:
+def _messages(model: type[Section], detail: Any) -> list[str]:
     """Return the messages for one pydantic error. A section's validator may have found several problems."""
     location: list[int | str] = [model.section] if model.section else []
     owner: type[BaseModel] = model
@@ -140,7 +140,7 @@ def _lines(model: type[Section], detail: Any) -> list[str]:
             f"{_dotted([*location, at])} must be {rule}, got {_short(got)}. {how}" for at, rule, got, how in found[0]
         ]
     if kind == "extra_forbidden" or field is None:
-        return [_unknown(location, owner)]
+        return [_unknown_key(location, owner)]
     remedy = _extra(field, "remedy")
     rule = "" if is_inside else _extra(field, "rule")
     names = re.findall(r"'([^']+)'", detail["ctx"]["expected"]) if kind == "literal_error" else []
@@ -164,7 +164,7 @@ def _lines(model: type[Section], detail: Any) -> list[str]:
     return [f"{key} {must}, got {_short(detail['input'])}. {remedy}"]
 
 
-def _unknown(location: Sequence[int | str], owner: type[BaseModel]) -> str:
+def _unknown_key(location: Sequence[int | str], owner: type[BaseModel]) -> str:
     key, name, known = _dotted(location), str(location[-1]), list(owner.model_fields)
     elsewhere = [f"{section}.{name}" for section, other in _SECTIONS.items() if name in other.model_fields]
     if name in _FOREIGN_NAMES:
