@@ -76,7 +76,7 @@ class EvalSettings(Section, section="eval"):
     pass_at: Counts = setting(
         (),
         "Values of k for pass@k; empty = 1 and rollout.samples_per_prompt.",
-        rule="a list of whole numbers, 1 or more",
+        rule="a list of whole numbers of at least 1",
     )
     pass_score: float = setting(1.0, "A sample passes if its score is at least this.")
     before: bool = setting(True, "Evaluate the initial model, before training.")
