@@ -23,7 +23,7 @@ def audit(
         Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run, finished or running.")
     ],
 ) -> None:
-    """Show the fate of every prompt group. Exit with status 1 if one was lost, trained on twice or too old."""
+    """Show the fate of every prompt group. Exits with status 1 if one was lost, trained on twice or too old."""
     from coati.ledger.audit import audit_run
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -38,7 +38,8 @@ def audit(
         table.add_section()
     console.print(table)
     console.print(f"Made: {counted(account.num_made, 'sample')} (delivered to a trainer and accepted).")
-    console.print("Open: leased, but not yet trained on, dropped or quarantined.")
+    if any(fate == "open" for fate, *_ in fates):
+        console.print("Open: leased, but not yet trained on, dropped or quarantined.")
     bound = account.streams[0].rules.max_staleness
     limit = "no limit" if bound is None else f"max_staleness {bound}"
     console.print(f"Oldest group trained on: {counted(account.oldest, 'version')} old ({limit}).")
@@ -74,7 +75,7 @@ def replay(
     ],
     until: Annotated[int | None, typer.Option(metavar="VERSION", min=0, help="Stop after this version.")] = None,
 ) -> None:
-    """Re-execute a run from its journal. Exit with status 1 at the first weights or samples that differ."""
+    """Re-execute a run from its journal. Exits with status 1 at the first weights or samples that differ."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     with Progress(console=console) as progress:
         task = progress.add_task("loading libraries", total=None)

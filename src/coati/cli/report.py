@@ -41,7 +41,7 @@ def report(
         Path | None, typer.Option(metavar="FILE", help="Path of the HTML page. Default: report.html in the run folder.")
     ] = None,
 ) -> None:
-    """Show what a run learned, a few samples and where its time went. Also written as an HTML page."""
+    """Show what a run learned, a few samples and where its time went. Also writes an HTML page."""
     console, run = Console(highlight=False, markup=False), read_run(folder)
     show(console, run)
     page = write_page(run, html or folder / "report.html")

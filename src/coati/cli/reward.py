@@ -36,7 +36,7 @@ def check(
     ] = None,
     show: Annotated[int, typer.Option(help="Number of rows to show. Failed rows come first.")] = 20,
 ) -> None:
-    """Score rows with a reward function, without a model. Exit with status 1 if it fails on a row."""
+    """Score rows with a reward function, without a model. Exits with status 1 if it fails on a row."""
     import torch
 
     from coati.rewards import PendingScores, RewardScorer, build_reward

@@ -159,8 +159,9 @@ def _messages(model: type[Section], detail: Any) -> list[str]:
         remedy = f"Remove it to use the default, {_short(field.get_default(call_default_factory=True))}."
     if kind == "missing":
         return [f"{key} is required. {remedy}"]
-    # Without a rule, use pydantic's message, such as "Input should be greater than 0".
+    # Without a rule, use pydantic's message, such as "Input should be greater than or equal to 1".
     must = f"must be {rule}" if rule else re.sub(r"^\w+ should", "must", detail["msg"])
+    must = must.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     return [f"{key} {must}, got {_short(detail['input'])}. {remedy}"]
 
 
