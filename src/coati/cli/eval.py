@@ -48,7 +48,8 @@ def evaluate(
     check_inputs(config)
     base = config.model.path if base is None else base
     found: dict[str, list[Evaluation]] = {}
-    for model in [path] if base in ("none", path) else [path, base]:
+    is_alone = base == "none" or Path(base).resolve() == Path(path).resolve()  # of hub names, this compares the names
+    for model in [path] if is_alone else [path, base]:
         with console.status(f"evaluating {model}"):
             found[model] = evaluate_model(config, model)
     for evaluations in zip(*found.values(), strict=True):
