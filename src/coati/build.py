@@ -66,7 +66,7 @@ def make_strategy(config: RunSettings, role: Literal["trainer", "maker"]) -> Str
 
 
 def trainer_models(config: RunSettings, *, for_maker: bool = False) -> tuple[Actor, Critic | None]:
-    """Load the seeded actor and critic of a trainer, or a maker's copies. No critic if the algorithm needs none."""
+    """Load a trainer's actor and critic, seeded, or a maker's copies. The critic is None if the algorithm needs none."""
     dtype = torch.float32 if config.train.mixed_precision and not for_maker else _dtype(config)
     if ":" in config.algorithm.loss:  # the learner looks it up by name
         load_loss(config.algorithm.loss, tuple(config.reward_search_paths))
@@ -107,7 +107,7 @@ def load_actor(config: RunSettings, path: str) -> Actor:
 def make_scorer(
     config: RunSettings, function: Callable[..., Any] | None = None, *, compiled: bool = False
 ) -> RewardScorer:
-    """Return a scorer of the reward function, or of `[reward]`. `compiled` compiles the blocks of reward models."""
+    """Return the scorer for `function`, or for `[reward]` if it is None. `compiled` compiles reward models' blocks."""
 
     def load_reward_model(path: str) -> RewardModel:
         model: RewardModel = _load_pretrained(config, "reward.model", path, RewardModel, device=_device(config))
@@ -301,7 +301,7 @@ def _load_pretrained(
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence progress bars and warnings of transformers, such as that a critic's head is newly initialized."""
+    """Silence transformers' progress bars and warnings, such as that a critic's head is newly initialized."""
     verbosity, has_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
