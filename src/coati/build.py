@@ -66,7 +66,7 @@ def make_strategy(config: RunSettings, role: Literal["trainer", "maker"]) -> Str
 
 
 def trainer_models(config: RunSettings, *, for_maker: bool = False) -> tuple[Actor, Critic | None]:
-    """Load a trainer's actor and critic, seeded, or a maker's copies. The critic is None if the algorithm needs none."""
+    """Load a trainer's actor and critic, seeded, or a maker's copies. The critic is None if not needed."""
     dtype = torch.float32 if config.train.mixed_precision and not for_maker else _dtype(config)
     if ":" in config.algorithm.loss:  # the learner looks it up by name
         load_loss(config.algorithm.loss, tuple(config.reward_search_paths))
