@@ -1,14 +1,14 @@
-"""Detached reinforcement learning from feedback for language models.
+"""Asynchronous reinforcement learning from feedback for language models.
 
 Experience makers generate and score text in their own Ray actors, trainers learn from a replay buffer in
-theirs, and new weights flow back while both keep working. `coati.train` runs it all; `docs/library.md` shows how.
-`import coati` is light: names are loaded when they are first used. `docs/design.md` maps the rooms.
+theirs, and new weights flow back while both keep working. `coati.train` runs the whole system; see `docs/library.md`.
+`docs/design.md` describes the packages. `import coati` is fast: names are imported on first use.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what editors and type checkers see
+if TYPE_CHECKING:  # for editors and type checkers
     from coati.actors.options import MakerOptions as MakerOptions
     from coati.actors.options import TrainerOptions as TrainerOptions
     from coati.config import RunSettings as RunSettings

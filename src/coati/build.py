@@ -1,4 +1,4 @@
-"""From settings to objects, for the synchronous loop and the Ray actors: models, prompts, reward and strategy."""
+"""Build the objects that settings describe (models, prompts, reward, strategy), for the Ray actors and `--sync`."""
 
 import contextlib
 import dataclasses
@@ -39,20 +39,20 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a program brings itself, where settings are not enough."""
+    """Components that a program supplies in place of those that settings describe."""
 
-    reward: Callable[..., Any] | None = None  # a reward function; None for what `[reward]` describes
-    learner: Callable[..., PPOLearner] = PPOLearner  # what makes the learner, such as a subclass with another loss
-    maker: Callable[..., Any] = NaiveExperienceMaker  # what makes experience, such as a subclass
+    reward: Callable[..., Any] | None = None  # a reward function; None = the rewards in `[reward]`
+    learner: Callable[..., PPOLearner] = PPOLearner  # builds the learner; a subclass with another loss, for example
+    maker: Callable[..., Any] = NaiveExperienceMaker  # builds the experience maker; a subclass, for example
 
 
 def make_strategy(config: RunSettings, role: Literal["trainer", "maker"]) -> Strategy:
-    """Make the strategy of a trainer, as `[train]` says; a maker trains nothing and needs only a device."""
+    """Return a trainer's strategy, as set in `[train]`, or a maker's, which only chooses a device."""
     train = config.train
     common: dict[str, Any] = {
         "seed": config.run.seed,
         "device": None if config.model.device == "auto" else config.model.device,
-        # Ranks meet after each has waited for its data, so one may wait for the other as long as that one for a batch.
+        # In a collective, a rank may have to wait for as long as another rank waits for its batch.
         "timeout_seconds": max(config.deadlines.batch_seconds, config.deadlines.update_seconds),
     }
     if role == "maker":
@@ -67,31 +67,30 @@ def make_strategy(config: RunSettings, role: Literal["trainer", "maker"]) -> Str
 
 
 def trainer_models(config: RunSettings, *, for_maker: bool = False) -> tuple[Actor, Critic | None]:
-    """Load what a trainer trains, or a maker serves of it, seeded; no critic where the algorithm needs none."""
+    """Load a trainer's actor and critic, seeded, or a maker's copies. The critic is None if not needed."""
     dtype = torch.float32 if config.train.mixed_precision and not for_maker else _dtype(config)
-    if ":" in config.algorithm.loss:  # the learner finds it by its name alone
+    if ":" in config.algorithm.loss:  # the learner looks it up by name
         load_loss(config.algorithm.loss, tuple(config.reward_search_paths))
     torch.manual_seed(config.run.seed)
-    actor = _loaded(config, "model.path", config.model.path, Actor, lora=config.lora, dtype=dtype)
+    actor = _load_pretrained(config, "model.path", config.model.path, Actor, lora=config.lora, dtype=dtype)
     if not config.algorithm.uses_critic:
         return actor, None
     critic_path = config.model.path if config.model.critic == "actor" else config.model.critic
-    critic = _loaded(config, "model.critic", critic_path, Critic, lora=config.lora, dtype=dtype)
+    critic = _load_pretrained(config, "model.critic", critic_path, Critic, lora=config.lora, dtype=dtype)
     return actor, critic
 
 
 def maker_models(
     config: RunSettings, reward: Callable[..., Any] | None = None
 ) -> tuple[Actor, Critic | None, RewardScorer, Actor | None]:
-    """Load what a maker works with: actor, critic, reward (a function, or what `[reward]` says) and the initial model,
-    which is None where no KL is measured.
+    """Load a maker's actor, critic, reward and reference model. The reference is None if no KL is measured.
 
-    With `train.compile` the blocks of those that only score are compiled; the actor is left to the rollout engine.
+    With `train.compile`, compile the blocks of the models that only score; the actor is left to the rollout engine.
     """
     actor, critic = trainer_models(config, for_maker=True)
     path, reference = config.reference_path, None
     if path is not None:
-        reference = _loaded(config, "model.reference", path, Actor, dtype=_dtype(config))
+        reference = _load_pretrained(config, "model.reference", path, Actor, dtype=_dtype(config))
     for model in (actor, critic, reference):
         if model is not None and config.rollout.batch_invariant:
             set_batch_invariant(model)
@@ -102,8 +101,8 @@ def maker_models(
 
 
 def load_actor(config: RunSettings, path: str) -> Actor:
-    """Load a policy from a folder or the hub, as a maker would serve it, onto its device."""
-    actor: Actor = _loaded(config, "the model", path, Actor, dtype=_dtype(config), device=_device(config))
+    """Load a policy from a folder or the hub in the dtype and on the device of a maker."""
+    actor: Actor = _load_pretrained(config, "the model", path, Actor, dtype=_dtype(config), device=_device(config))
     set_batch_invariant(actor, config.rollout.batch_invariant)
     return actor.eval()
 
@@ -111,14 +110,14 @@ def load_actor(config: RunSettings, path: str) -> Actor:
 def make_scorer(
     config: RunSettings, function: Callable[..., Any] | None = None, *, compiled: bool = False
 ) -> RewardScorer:
-    """Make the reward over text: a function, or what `[reward]` describes; `compiled` pays where much is scored."""
+    """Return the scorer for `function`, or for `[reward]` if it is None. `compiled` compiles reward models' blocks."""
 
     def load_reward_model(path: str) -> RewardModel:
-        model: RewardModel = _loaded(config, "reward.model", path, RewardModel, device=_device(config))
+        model: RewardModel = _load_pretrained(config, "reward.model", path, RewardModel, device=_device(config))
         if not bool(model.value_head.weight.any()):
             logger.warning(
-                "reward.model %r has a head of zeros, so every score is 0. Use a sequence-classification model with "
-                "one label, or a trained model that coati.models.RewardModel saved.",
+                "reward.model %r has an all-zero value head, so every score is 0. Use a sequence-classification model "
+                "with one label, or a trained model saved by coati.models.RewardModel.",
                 path,
             )
         if config.rollout.batch_invariant:
@@ -134,14 +133,14 @@ def make_scorer(
 
 
 def load_tokenizer(config: RunSettings) -> Any:
-    """Load the tokenizer, padding on the left."""
-    return _loaded(config, "model.tokenizer", config.tokenizer_path, AutoTokenizer, padding_side="left")
+    """Load the tokenizer, with padding on the left."""
+    return _load_pretrained(config, "model.tokenizer", config.tokenizer_path, AutoTokenizer, padding_side="left")
 
 
 def check_inputs(config: RunSettings, *, has_reward: bool = False) -> None:
-    """Load prompts, reward functions, tokenizer and the models' configs, so that mistakes are reported now, together.
+    """Load prompts, reward functions, tokenizer and model configs, and report all problems in one error.
 
-    With `has_reward` a program brings the reward, and `[reward]` only names it.
+    With `has_reward`, a program supplies the reward, and `[reward]` only names it.
     """
     errors: list[CoatiError] = []
 
@@ -153,14 +152,17 @@ def check_inputs(config: RunSettings, *, has_reward: bool = False) -> None:
                 errors.append(type(error)(f"{label}{error}"))
 
     attempt(_check_models, config)
-    has_models = not errors  # else the same would fail again, after as long a wait for the network
+    has_models = not errors  # otherwise the same load would fail again, after another network timeout
     attempt(_check_data, config, has_reward, has_models)
     for one in config.eval:
-        brings_reward = has_reward and one.reward == config.reward
-        attempt(_check_data, config.for_evaluation(one), brings_reward, has_models, label=f"eval {one.name!r}: ")
+        uses_given_reward = has_reward and one.reward == config.reward
+        attempt(_check_data, config.for_evaluation(one), uses_given_reward, has_models, label=f"eval {one.name!r}: ")
     missing = (name for name in config.logging.tracker_names if importlib.util.find_spec(name) is None)
     errors += [
-        ConfigError(f"logging.trackers names {name!r}, which is not installed. pip install {name}") for name in missing
+        ConfigError(
+            f"logging.trackers.{name} needs the package {name}, which is not installed. Run pip install {name}."
+        )
+        for name in missing
     ]
     if len(errors) == 1:
         raise errors[0]
@@ -174,24 +176,26 @@ def _check_models(config: RunSettings) -> None:
     critic = config.model.path if config.model.critic == "actor" else config.model.critic
     reference = config.reference_path or config.model.path
     paths = {"model.path": config.model.path, "model.reference": reference, "model.critic": critic}
-    sizes = {key: _loaded(config, key, path, AutoConfig).get_text_config().vocab_size for key, path in paths.items()}
+    sizes = {
+        key: _load_pretrained(config, key, path, AutoConfig).get_text_config().vocab_size for key, path in paths.items()
+    }
     sizes["model.tokenizer"] = load_tokenizer(config).vocab_size
     own, reference_size, critic_size, tokens = sizes.values()
     if reference_size != own or critic_size < own or tokens > own:
-        came = ", ".join(f"{size} in {key}" for key, size in sizes.items())
+        found = ", ".join(f"{size} in {key}" for key, size in sizes.items())
         raise ConfigError(
-            f"Models and tokenizer must share a vocabulary, got {came} tokens. Use models and a tokenizer "
-            "that go together: a KL between two vocabularies means nothing."
+            f"Models and tokenizer must share a vocabulary, got vocabulary sizes {found}. Use models and a tokenizer "
+            "of one family: a KL between different vocabularies is meaningless."
         )
 
 
 def _check_data(config: RunSettings, has_reward: bool, has_models: bool) -> None:
-    """Load prompts, and the rewards for their columns."""
-    columns = make_prompts(config).columns if has_models else _prompt_table(config).other_columns
+    """Load the prompts and the rewards, and check that the prompts have the columns that the rewards need."""
+    columns = make_prompts(config).columns if has_models else _load_prompt_table(config).other_columns
     for index, part in enumerate(() if has_reward else config.reward.parts):
         key = f"reward.terms[{index}]" if config.reward.terms else "reward"
         if part.model:
-            _loaded(config, f"{key}.model", part.model, AutoConfig)
+            _load_pretrained(config, f"{key}.model", part.model, AutoConfig)
             continue
         try:
             function = load_reward_function(part.function, config.reward_search_paths, part.options)
@@ -203,27 +207,27 @@ def _check_data(config: RunSettings, has_reward: bool, has_models: bool) -> None
             raise ConfigError(
                 f"{key}.function {part.function!r} needs {missing[0]!r}, but a reward gets {', '.join(OFFERED)} and "
                 f"the dataset's columns ({', '.join(sorted(columns)) or 'none'}). Rename the parameter, give it a "
-                "default, name its column in columns, or add the column."
+                f"default, map it to a column in {key}.columns, or add the column."
             )
 
 
 def make_prompts(config: RunSettings, name: str = "[prompts]") -> PromptStream:
-    """The endless stream of prompts, the same for all makers; `name` is what warnings call the set."""
-    table = _prompt_table(config)
+    """Return the endless stream of prompts, identical in all makers. `name` identifies the set in warnings."""
+    table = _load_prompt_table(config)
     holder = torch.nn.Module()
-    holder.config = _loaded(config, "model.path", config.model.path, AutoConfig)
+    holder.config = _load_pretrained(config, "model.path", config.model.path, AutoConfig)
     context = context_length_of(holder)
     own: dict[str, Any] = {"seed": config.run.seed, "context_length": context, "name": name}
     return PromptStream(table, load_tokenizer(config), config.prompts, config.rollout, **own)
 
 
-def _prompt_table(config: RunSettings) -> PromptTable:
+def _load_prompt_table(config: RunSettings) -> PromptTable:
     prompts = config.prompts
     return load_prompts(prompts.path, split=prompts.split, subset=prompts.subset, column=prompts.column)
 
 
 def ledger_rules(config: RunSettings, stream: int = 0) -> LedgerRules:
-    """What a trainer consumes, and how far makers may go ahead of it."""
+    """Return how many samples a trainer consumes, and how far makers may run ahead of it."""
     train, topology = config.train, config.topology
     return LedgerRules(
         samples_per_version=train.update_steps * train.batch_size,
@@ -237,17 +241,17 @@ def ledger_rules(config: RunSettings, stream: int = 0) -> LedgerRules:
 
 
 def journal_path(config: RunSettings, stream: int = 0) -> Path:
-    """Where a trainer's ledger writes its account."""
+    """Return the path of a trainer's ledger journal."""
     return config.output_folder.resolve() / "ledger" / f"stream-{stream}.jsonl"
 
 
 def save_after_failure(error: Exception, save: Callable[[str], None], path: str, step: int) -> None:
-    """Save what a run that failed has learned, on another disk if need be; a note on its error says where it is."""
+    """Save the model of a failed run, elsewhere if `path` cannot be written; add a note with its path to `error`."""
     elsewhere = Path(tempfile.gettempdir()) / f"coati-{uuid.uuid4().hex[:8]}" / "model-at-failure"
     for place in (path, str(elsewhere)):
         try:
             save(place)
-        except Exception as failure:  # the run's own error is the one to report
+        except Exception as failure:  # report the run's own error, not this one
             problem = failure
         else:
             error.add_note(f"The model after step {step} was saved to {place}")
@@ -256,14 +260,14 @@ def save_after_failure(error: Exception, save: Callable[[str], None], path: str,
 
 
 def threads_per_actor(config: RunSettings) -> int:
-    """CPU threads of each actor: the setting, or the machine's cores divided among the actors."""
+    """Return the CPU threads of each actor: the setting, or the machine's cores divided among the actors."""
     if config.topology.threads_per_actor:
         return config.topology.threads_per_actor
     return max(1, (os.cpu_count() or 1) // num_actors(config))
 
 
 def num_actors(config: RunSettings) -> int:
-    """Actors of a run that take a CPU: trainers and makers."""
+    """Return the number of actors that reserve a CPU: trainers and makers."""
     return config.topology.makers + config.topology.trainers
 
 
@@ -275,13 +279,13 @@ def _dtype(config: RunSettings) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
 
 
-def _loaded(
+def _load_pretrained(
     config: RunSettings, setting: str, path: str, model_class: Any, *, device: Any = None, **kwargs: Any
 ) -> Any:
-    from_where = f"relative ones count from the folder of the TOML file, then from {Path.cwd()}"
+    base = f"relative paths are resolved against the folder of the TOML file, then against {Path.cwd()}"
     if looks_local(path) and not Path(path).is_dir():
-        hint = f" `coati demo` makes {path}." if path in ("runs/demo/base", "runs/demo/model") else ""
-        raise ConfigError(f"{setting} {path!r} is not a folder. Check the path: {from_where}.{hint}")
+        hint = f" Run `coati demo` to create {path}." if path in ("runs/demo/base", "runs/demo/model") else ""
+        raise ConfigError(f"{setting} {path!r} is not a folder. Check the path: {base}.{hint}")
     try:
         with (
             quiet_transformers(),
@@ -292,17 +296,17 @@ def _loaded(
     except CoatiError:
         raise
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        problem, remedy = "could not be loaded by transformers", "If a file is damaged or missing, use another copy."
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        problem, remedy = "could not be loaded by transformers", "If a file is missing or damaged, use another copy."
         if not looks_local(path):
-            problem = f"is not a folder ({from_where}), and could not be loaded from the hub under that name"
+            problem = f"is not a folder ({base}), and could not be loaded from the hub under that name"
             remedy = "Check the name and the network."
-        raise ConfigError(f"{setting} {path!r} {problem}: {said} {remedy}") from error
+        raise ConfigError(f"{setting} {path!r} {problem}: {reason} {remedy}") from error
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep progress bars and hints, such as that the head of a critic is new, out of a program's output."""
+    """Silence transformers' progress bars and warnings, such as that a critic's head is newly initialized."""
     verbosity, has_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

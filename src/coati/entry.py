@@ -1,6 +1,6 @@
-"""`coati.train`: what the command `coati train` does, as a function.
+"""`coati.train`: the command `coati train` as a Python function.
 
-Light to import: torch and Ray come when a run starts.
+Fast to import: torch and Ray are imported when a run starts.
 """
 
 from __future__ import annotations
@@ -43,46 +43,46 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run left behind."""
+    """The outcome of a run."""
 
     config: RunSettings
-    """The settings it ran with."""
+    """The settings of the run."""
     account: RunAccount
-    """What became of every group of samples, as `coati audit` shows it."""
+    """The fate of every sample group, as shown by `coati audit`."""
     num_restarts: Mapping[str, int]
-    """How often makers and trainers that died were started again."""
+    """Number of restarts after a death, under the keys "makers" and "trainers"."""
     seconds: float
     was_stopped: bool
-    """Whether it ended before all steps were trained, because it was told to."""
+    """Whether a stop request ended the run before its last step."""
     stop_reason: str = ""
-    """Why it ended before that by itself: an evaluation set's `patience`."""
+    """Why the run stopped early by itself (the `patience` of an evaluation set); empty if it did not."""
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """The run's output folder."""
         return self.config.output_folder
 
     @property
     def model(self) -> Path:
-        """The folder of the trained policy, which transformers loads."""
+        """Folder of the trained policy, loadable with transformers."""
         return self.folder / "model"
 
     @property
     def num_samples(self) -> int:
-        """Samples that were trained on."""
+        """Number of samples trained on."""
         return self.account.num_trained
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The newest value of every metric. `coati.load_metrics(result.folder)` has those of all steps.
+        """Latest value of every metric. `coati.load_metrics(result.folder)` returns the metrics of all steps.
 
-        Those of makers may be older than the last step: no samples are written with the final weights.
+        Makers' metrics may be older than the last step, because no samples are generated with the final weights.
         """
         return {name: value for row in self._rows() for name, value in row.items()}
 
     @property
     def rewards(self) -> list[tuple[float, float]]:
-        """(weight version, mean reward of the samples that it wrote)."""
+        """Pairs of a weight version and the mean reward of the samples that it generated."""
         return [(row["version"], row["reward/mean"]) for row in self._rows() if "reward/mean" in row]
 
     def __repr__(self) -> str:
@@ -91,7 +91,7 @@ class RunResult:
 
     def _rows(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
-        return read_jsonl(path) if path.is_file() else []  # a disk that was full loses no run
+        return read_jsonl(path) if path.is_file() else []  # missing if the disk was full
 
 
 def train(
@@ -109,24 +109,24 @@ def train(
     on_progress: Callable[[RunSnapshot], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> RunResult:
-    """Train as `coati train` does, and return what came of it.
+    """Train as `coati train` does, and return the outcome.
 
     Args:
-        config: a TOML file, a table of sections, or settings.
-        resume: instead, the output folder of a run, which continues from its last checkpoint.
-        reward: a function over prompts, completions and the dataset's columns, which replaces `[reward]`.
-        learner: makes the learner: a subclass of `coati.PPOLearner`, for example.
-        maker: makes the maker: a subclass of `coati.NaiveExperienceMaker`, for example.
-        overrides: a table of settings, nested or with dotted keys, or texts as `--set` takes them.
+        config: path of a TOML file, a dict of sections, or `RunSettings`.
+        resume: in place of `config`, the output folder of a run to continue from its latest checkpoint.
+        reward: a reward function of prompts, completions and the dataset's columns; replaces `[reward]`.
+        learner: a class or factory that builds the learner, such as a subclass of `coati.PPOLearner`.
+        maker: a class or factory that builds the maker, such as a subclass of `coati.NaiveExperienceMaker`.
+        overrides: a dict of settings, nested or with dotted keys, or strings as for `--set`.
         sync: train in this process, without Ray.
         address: the Ray cluster to join; None starts a private one.
         overwrite: replace an earlier run in the output folder.
-        trackers: objects that get metrics and samples, on threads of their own, besides those in `[logging]`.
-        on_progress: called with where the run stands, now and then; None shows it on stderr if that is a terminal.
-        should_stop: asked between steps; a run that is stopped saves its model.
+        trackers: objects that receive metrics and samples, each on its own thread, in addition to `[logging]`.
+        on_progress: called regularly with a snapshot of the run; None shows progress on stderr if it is a terminal.
+        should_stop: polled between steps; once it returns True, the run saves its model and ends.
 
     Raises:
-        ConfigError: when something is wrong before training starts.
+        ConfigError: if a setting or input is found to be invalid before training starts.
     """
     parts = {"reward": reward, "learner": learner, "maker": maker}
     _check_callable(parts)
@@ -158,7 +158,7 @@ def _check_callable(parts: Mapping[str, Any]) -> None:
         if part is not None and not callable(part):
             raise ConfigError(
                 f"{name} must be a function or a class, got {type(part).__name__}. "
-                "Rewards by name, models and sums of them go into [reward]."
+                "Use [reward] for rewards by name, reward models and weighted sums."
             )
 
 
@@ -170,21 +170,22 @@ def choose_settings(
     reward: Callable[..., Any] | None = None,
     sync: bool = False,
 ) -> RunSettings:
-    """Return the settings that a run has; the arguments are those of `train`."""
+    """Resolve the settings of a run from the arguments of `train`."""
     overrides = parse_overrides(overrides)
-    if reward is not None:  # it takes the place of whatever `[reward]` names
+    if reward is not None:  # it replaces every source in `[reward]`
         overrides |= {"reward.function": _name_of(reward), "reward.model": "", "reward.terms": [], "reward.options": {}}
-    if sync:  # one process takes turns, so every sample comes from the newest weights
+    if sync:  # one process alternates between sampling and training, so it is on-policy
         overrides["topology.max_staleness"] = 0
     if (config is None) == (resume is None):
-        raise ConfigError("a run needs settings, or the folder of a run to resume (--resume), and not both.")
+        given = "neither" if config is None else "both"
+        raise ConfigError(f"A run needs either settings or a run folder to resume (--resume), not both. Got {given}.")
     if resume is not None:
         return resumed_settings(Path(resume), overrides)
     if isinstance(config, RunSettings):
         sections = config.model_dump()
         for one in sections["eval"]:
             if one["reward"] == sections["reward"]:
-                del one["reward"]  # it follows the run's
+                del one["reward"]  # inherit the run's, which may be overridden
         return build_config(sections, overrides)
     return build_config(config, overrides) if isinstance(config, Mapping) else load_config(Path(str(config)), overrides)
 
@@ -192,9 +193,9 @@ def choose_settings(
 def check_run(
     config: RunSettings, *, has_reward: bool = False, is_resumed: bool, overwrite: bool, sync: bool, address: str | None
 ) -> StartingPoint | None:
-    """Raise ConfigError, or another error of ours, for all that would stop the run and can be known before it starts.
+    """Raise ConfigError or another CoatiError for every problem that can be detected before the run starts.
 
-    Returns where a run that is resumed continues: at its newest whole checkpoint.
+    Returns the starting point of a resumed run, its newest complete checkpoint; None for a new run.
     """
     if is_resumed:
         check_incomplete(config)
@@ -203,7 +204,7 @@ def check_run(
     check_run_folder(config, overwrite=overwrite or is_resumed)
     _check_topology(config, sync=sync, address=address)
     if config.model.trust_remote_code:
-        logger.warning("model.trust_remote_code is on: code that comes with the models runs with your permissions.")
+        logger.warning("model.trust_remote_code is on: code shipped with the models runs with your permissions.")
     from coati.build import check_inputs
 
     check_inputs(config, has_reward=has_reward)
@@ -211,21 +212,21 @@ def check_run(
 
 
 def _check_topology(config: RunSettings, *, sync: bool, address: str | None) -> None:
-    """Raise ConfigError for what one process does not have, and for GPUs that Ray would hide from its actors."""
+    """Raise ConfigError if --sync contradicts the topology, or if Ray would hide the GPUs from its actors."""
     topology = config.topology
     if sync and address is not None:
-        raise ConfigError("A synchronous run uses no Ray cluster. Leave out --address, or --sync.")
+        raise ConfigError("--sync runs without Ray, so it cannot be combined with --address. Remove one of the two.")
     if sync and (topology.makers, topology.trainers) != (1, 1):
         raise ConfigError(
             f"A synchronous run has one maker and one trainer, got topology.makers = {topology.makers} and "
-            f"topology.trainers = {topology.trainers}. Leave --sync out, or add --set topology.makers=1 --set "
+            f"topology.trainers = {topology.trainers}. Remove --sync, or add --set topology.makers=1 --set "
             "topology.trainers=1."
         )
     for name in ("gpus_per_trainer", "gpus_per_maker"):
         if not sync and config.model.device == "cuda" and getattr(topology, name) == 0:
             raise ConfigError(
-                f'topology.{name} must be above 0 while model.device is "cuda", got 0. Set it, to 0.5 where maker and '
-                'trainer share a card, or model.device to "cpu".'
+                f'topology.{name} must be above 0 while model.device is "cuda", got 0. Set it (to 0.5 if a maker '
+                'and a trainer share a GPU), or set model.device to "cpu".'
             )
 
 
@@ -243,9 +244,9 @@ def execute(
     should_stop: Callable[[], bool] = lambda: False,
     log_to_driver: bool = False,
 ) -> RunResult:
-    """Run to the end (or until stopped), and save the model; a run that is resumed continues at `start`.
+    """Train until the end or a stop, and save the model. A resumed run continues from `start`.
 
-    `on_begin` is called when everything is loaded and training begins; `parts` are fields of `coati.build.Parts`.
+    `on_begin` is called when everything is loaded and training begins. `parts` holds fields of `coati.build.Parts`.
     """
     started, train, folder = time.monotonic(), config.train, config.output_folder
     open_folder = open_run_folder(config, overwrite=overwrite, is_resumed=start is not None, is_sync=sync)
@@ -267,7 +268,7 @@ def execute(
             total_steps=steps,
             total_samples=num_samples,
             max_spans=spans,
-            shows_warnings=not log_to_driver,  # else Ray shows all that actors log
+            shows_warnings=not log_to_driver,  # otherwise Ray shows all log messages of actors
             on_begin=begin,
         )
         log.state.message = "loading libraries"
@@ -309,15 +310,15 @@ def _account(folder: Path) -> RunAccount:
 
     try:
         return audit_run(folder)
-    except CheckpointError as error:  # the model is saved all the same
-        logger.warning("what became of the samples is not known: %s", error)
+    except CheckpointError as error:  # the model is saved anyway
+        logger.warning("the account of samples is not available: %s", error)
         return RunAccount([], [str(error)])
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """Name a function as `reward.function` does; what cannot be imported again gets a name that only tells it apart."""
+    """Return the name of a function as in `reward.function`; a callable without a name gets a placeholder."""
     name, module = getattr(function, "__name__", None), getattr(function, "__module__", None) or "python"
-    if name is None:  # a functools.partial or an object, to which no name leads
+    if name is None:  # a functools.partial or a callable object, which cannot be imported by name
         name = f"_given_{getattr(getattr(function, 'func', type(function)), '__name__', 'object')}"
         module = "__main__"
     return f"{module}:{re.sub('[^A-Za-z0-9_]', '_', name)}"

@@ -1,15 +1,15 @@
-"""Every exception that coati raises on purpose. Each takes exactly one string, so it survives pickling across Ray."""
+"""The exceptions that coati raises deliberately. Each takes exactly one string, so that it pickles across Ray."""
 
 import os
 import re
 
 
 class CoatiError(Exception):
-    """Base of all errors that coati raises on purpose."""
+    """Base class of all exceptions that coati raises deliberately."""
 
 
 def error_text(error: BaseException) -> str:
-    """Return what people are told: message and notes, without the values of environment variables that are secret."""
+    """Return an error's message and notes as shown to users, with values of secret environment variables masked."""
     kind = "" if isinstance(error, CoatiError) else f"{type(error).__name__}: "
     text = "\n  ".join([f"{kind}{error}", *getattr(error, "__notes__", ())])
     for variable, value in os.environ.items():
@@ -19,86 +19,86 @@ def error_text(error: BaseException) -> str:
 
 
 class ConfigError(CoatiError, ValueError):
-    """A setting is wrong."""
+    """A setting is invalid."""
 
 
 class DataError(CoatiError, ValueError):
-    """Prompts, a batch or an experience are not what they must be."""
+    """Prompts, a batch or an experience are invalid."""
 
 
 class RewardError(CoatiError, RuntimeError):
-    """A reward raised, ran past its deadline, or returned something that is not one score per sample."""
+    """A reward raised, timed out, or did not return one score per sample."""
 
 
 class RewardFailed(RewardError):
-    """A reward raised, hung or ended its process on a batch, which may be the fault of some of its samples."""
+    """A reward raised, hung or killed its process on a batch; single samples of the batch may be the cause."""
 
 
 class GenerateOptionError(CoatiError, TypeError):
-    """An unknown or contradictory generate option."""
+    """A generate option is unknown or contradicts another."""
 
 
 class WeightUpdateError(CoatiError, RuntimeError):
-    """A weight update was rejected; the receiver serves what it had, or nothing if the commit failed."""
+    """A weight update was rejected. The receiver keeps its current weights, or has none if the commit failed."""
 
 
 class RunStopped(CoatiError, RuntimeError):
-    """A stop was asked for before there was anything to train or save."""
+    """The run was stopped before there was anything to train or save."""
 
 
 class StalenessExceeded(CoatiError, RuntimeError):
-    """Training data is older than the run's bound allows."""
+    """Training data is older than `topology.max_staleness` allows."""
 
 
 class DeadlineExceeded(CoatiError, TimeoutError):
-    """A wait ran past its deadline; the message says what it waited for."""
+    """A wait timed out; the message says what it waited for."""
 
 
 class ActorNotFound(CoatiError, LookupError):
-    """No Ray actor has the name that a maker or trainer was told to talk to."""
+    """No Ray actor has the name that a maker or trainer was given for its peer."""
 
 
 class PeerDied(CoatiError, RuntimeError):
-    """An actor that this one depends on is gone."""
+    """An actor that this one depends on has died."""
 
 
 class StartFailed(PeerDied):
-    """The constructor of an actor raised, and would raise again."""
+    """An actor's constructor raised, and a restart would raise again."""
 
 
 class HeadLost(CoatiError, ConnectionError):
-    """The head of the Ray cluster is gone, and the run cannot continue."""
+    """The head of the Ray cluster died, so the run cannot continue."""
 
 
 class PeerUnavailable(CoatiError, RuntimeError):
-    """The connection to an actor broke during a call, which may or may not have been executed."""
+    """The connection to an actor broke during a call, which may or may not have run."""
 
 
 class RemoteError(CoatiError, RuntimeError):
-    """A method of another actor raised; `cause` is what it raised."""
+    """A method of another actor raised; `cause` is the original exception."""
 
     cause: Exception
 
 
 class TrainingDiverged(CoatiError, RuntimeError):
-    """Training cannot continue: batch after batch was skipped, or weights are no longer finite."""
+    """Training cannot continue: too many batches in a row were skipped, or weights are not finite."""
 
 
 class OutOfMemory(CoatiError, MemoryError):
-    """A pass, a model or an optimizer's state did not fit into memory."""
+    """A forward or backward pass, a model or optimizer state did not fit in memory."""
 
 
 class AcceleratorFailed(CoatiError, RuntimeError):
-    """A GPU failed for another reason than memory; only a new process can use it again."""
+    """A GPU failed for a reason other than memory; only a new process can use it again."""
 
 
 class CheckpointError(CoatiError, RuntimeError):
-    """A saved model, optimizer state or journal is missing, torn or belongs to something else."""
+    """A saved model, optimizer state or journal is missing, incomplete or belongs to another run."""
 
 
 class ReplayDiffers(CoatiError, RuntimeError):
-    """A run that was re-executed from its journal came out differently."""
+    """A replayed run differs from its journal."""
 
 
 class StorageError(CoatiError, OSError):
-    """A file of the run cannot be written: the disk is full, or the file system failed."""
+    """A run file cannot be written: the disk is full or the file system failed."""

@@ -1,8 +1,8 @@
-"""Points in the code at which tests and `make chaos` have a process fail.
+"""Fault-injection points, at which tests and `make chaos` make a process fail.
 
-A process that is started with COATI_FAULTS=FILE.py:ARGUMENT runs that file, whose `follow(ARGUMENT)` returns what is
-called at every point that the process reaches. Without it, a point is one comparison. `tests/fault_schedule.py` is such
-a file; actors of a private Ray inherit the variable.
+If COATI_FAULTS=FILE.py:ARGUMENT is set, a process runs that file at import; its `follow(ARGUMENT)` returns a hook that
+is called at every point the process reaches. Otherwise a point costs one comparison. See `tests/fault_schedule.py`.
+Actors of a private Ray cluster inherit the variable.
 """
 
 import os
@@ -12,26 +12,26 @@ from collections.abc import Callable
 VARIABLE = "COATI_FAULTS"
 
 Hook = Callable[[str, int | None, str], None]
-"""Takes the point, the number of a chunk or the like, and the name of the actor."""
+"""Called with the name of the point, an index such as a chunk number, and the actor's name."""
 
 
 def reach(point: str, index: int | None = None) -> None:
-    """Be at a point, with the number of a chunk or the like."""
+    """Call the hook, if any, for this point; `index` is a chunk number, for example."""
     if hook is not None:
         hook(point, index, _actor)
 
 
 def set_actor(name: str) -> None:
-    """Say which actor this process is."""
+    """Set the actor name that hooks receive from this process."""
     global _actor
     _actor = name
 
 
-def _loaded() -> Hook | None:
+def _load_hook() -> Hook | None:
     file, _, argument = os.environ.get(VARIABLE, "").rpartition(":")
-    found: Hook | None = runpy.run_path(file)["follow"](argument) if file else None
-    return found
+    loaded: Hook | None = runpy.run_path(file)["follow"](argument) if file else None
+    return loaded
 
 
 _actor = ""
-hook: Hook | None = _loaded()
+hook: Hook | None = _load_hook()

@@ -1,9 +1,9 @@
-"""Re-executing a run from its journal: the same samples from the same weights, trained on in the same order.
+"""Replay a run from its journal: the same samples from the same weights, trained on in the same order.
 
-A sample's draws are keyed by its number, and on a CPU its bits do not depend on its company. So a run is determined by
-its settings and by what its journal says: which weights wrote and scored a sample (a delivery), and what was trained on
-in which order (picks). The synchronous run does the work, along the events of the journal: it makes a delivery again
-with the weights that it names, and compares weights that are published with their digests.
+A sample's random draws are keyed on its number, and on a CPU generation is batch-invariant. So a run is determined by
+its settings and its journal, which records the weights that generated and scored each sample (deliveries) and the order
+of training (picks). `ReplayedRun` is a synchronous run that follows the events of the journal: it regenerates
+each delivery with the recorded weights, and compares published weights with the recorded digests.
 """
 
 import functools
@@ -30,13 +30,13 @@ from coati.run_folder import resumed_settings
 from coati.synchronous import SynchronousRun
 
 _Weights = dict[str, dict[str, Tensor]]
-"""Tensors by model and name."""
+"""Tensors by the label of their model and their name."""
 
-_DIGITS = 8  # of the digest of one tensor
+_DIGITS = 8  # hexadecimal digits in the digest of one tensor
 
 
 class ReplayedRun(SynchronousRun):
-    """A run that follows a journal up to a version. Nothing is written to its folder."""
+    """A run that follows a journal up to a version. It writes nothing to the run folder."""
 
     def __init__(
         self,
@@ -51,67 +51,68 @@ class ReplayedRun(SynchronousRun):
         made, published = ({event[kind] for event in events if kind in event} for kind in ("train", "publish"))
         newest = max(made & published, default=0)
         self.last = newest if until is None else min(until, newest)
-        """The version up to which the run is followed."""
+        """The version at which the replay ends."""
         self.num_sampled = 0
         self._events = iter(events)
-        # The deliveries for which the weights of a version are still needed.
+        # Number of deliveries, by version, that still need its weights.
         self._num_uses = Counter(version for event in events for version in _versions_of(event))
-        self._weights: dict[int, dict[str, _Weights]] = {}  # by version; those of all makers are under ""
-        self._holders: dict[int, str] = {}  # makers, by the number of a group
-        self._made: dict[int, list[BufferItem]] = {}  # by the number of their group
-        self._picked: deque[BufferItem] = deque()  # in no batch
+        self._weights: dict[int, dict[str, _Weights]] = {}  # by version and maker; "" = all other makers
+        self._holders: dict[int, str] = {}  # group number -> the maker that leased it
+        self._made: dict[int, list[BufferItem]] = {}  # group number -> its samples
+        self._picked: deque[BufferItem] = deque()  # not yet in a batch
         super().__init__(config, RunLog(None, total_steps=0), parts=parts, rules=journal.rules)
-        self._max_staleness = -1  # of a journal that was changed, the weights tell
+        self._max_staleness = -1  # a tampered journal shows in the weights
         self._prompt_stream = build.make_prompts(config)
         maker: Any = self.maker.pipeline.maker
-        self._engine = maker.engine = _FollowingEngine(getattr(maker, "engine", None))
+        self._engine = maker.engine = _ReplayEngine(getattr(maker, "engine", None))
 
     def next_batch(self) -> Experience | None:
-        """The batch that was trained on next; None if the version was ended before it was."""
+        """Return the next batch that the run trained on, or None if its version ended first."""
         size = self._config.train.batch_size
         while len(self._picked) < size:
             event = next(self._events, {"train": 0})
             if "train" in event:
                 return None
-            self._follow(event)
+            self._apply(event)
         batch = [self._picked.popleft() for _ in range(size)]
         self.num_sampled += size
         return pad_items(sorted(batch, key=self._number_of))
 
     def publish(self) -> None:
-        """Compare the next version with the journal, and keep it for what it wrote."""
+        """Compare the next version with the journal, and keep its weights to generate samples."""
         super().publish()
         self._on_version(self.version, self.last)
 
     def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
-        """Save nothing."""
+        """Do nothing: a replay saves no checkpoints."""
 
     def should_stop(self) -> bool:
-        """Whether all is checked."""
+        """Return whether all versions have been checked."""
         return self.version >= self.last
 
-    def _update_remote_makers(self, fully_update: bool = False, **_: Any) -> None:  # noqa: ARG002  (all are kept)
-        """Follow the run to where it sent these weights."""
+    def _update_remote_makers(self, fully_update: bool = False, **_: Any) -> None:  # noqa: ARG002  (always full)
+        """Repeat the run's events up to the publication of these weights."""
         for event in self._events:
-            self._follow(event)
+            self._apply(event)
             if "publish" in event:
                 return
 
-    def _follow(self, event: Event) -> None:
-        """Do what the run did: grant, publish, make or pick."""
+    def _apply(self, event: Event) -> None:
+        """Repeat an event of the run: a grant, a publication, a delivery or a pick."""
         if "grant" in event:
             self._holders |= dict.fromkeys(event["grant"], event["maker"])
         elif "publish" in event:
             self._keep_weights(event)
         elif "deliver" in event:
-            self._make(event)
+            self._regenerate(event)
         for number in event.get("pick", ()):
             self._picked += self._made.pop(number)
 
     def _keep_weights(self, event: Event) -> None:
-        """Send the weights to the maker, and keep those that it then has.
+        """Send the weights to the maker, and store a copy of them.
 
-        Makers that came late may have got them in the middle of a version, which then is another one to them.
+        A maker that joined late may have received its weights in the middle of a version, so they differ from those of
+        other makers.
         """
         version = event["publish"]
         self._published = event
@@ -125,20 +126,20 @@ class ReplayedRun(SynchronousRun):
         self._weights = {version: kept for version, kept in self._weights.items() if self._num_uses[version] > 0}
 
     def _note_weights(self, version: int, digests: Mapping[str, Mapping[str, str]], makers: Sequence[str]) -> None:  # noqa: ARG002
-        """Compare weights that are sent with what the journal says of them."""
-        came = [(f"{label} {name}", digest) for label, model in digests.items() for name, digest in model.items()]
+        """Compare the digests of sent weights with those in the journal."""
+        actual = [(f"{label} {name}", digest) for label, model in digests.items() for name, digest in model.items()]
         text = "".join(self._published["weights"].values())
-        said = [text[at : at + _DIGITS] for at in range(0, len(text), _DIGITS)]
-        pairs = itertools.zip_longest(came, said, fillvalue=("none", ""))  # of another model
+        recorded = [text[at : at + _DIGITS] for at in range(0, len(text), _DIGITS)]
+        pairs = itertools.zip_longest(actual, recorded, fillvalue=("none", ""))  # the model may be another
         if differing := [(name, here, there) for (name, here), there in pairs if here != there]:
             name, here, there = differing[0]
             raise ReplayDiffers(
-                f"version {version} differs in {len(differing)} of {counted(len(came), 'weight')}. The first is "
-                f"{name}: its digest is {here}, and the journal says {there}. {_conditions()}"
+                f"version {version} differs in {len(differing)} of {counted(len(actual), 'weight')}. The first is "
+                f"{name}: its digest is {here}, but the journal has {there}. {_conditions()}"
             )
 
-    def _make(self, delivery: Event) -> None:
-        """Make the groups of a delivery again, those together that were scored by the same weights."""
+    def _regenerate(self, delivery: Event) -> None:
+        """Regenerate the groups of a delivery, in one batch per version that scored them."""
         numbers, size = delivery["deliver"], self._rules.group_size
         samples = [number * size + index for number in numbers for index in range(size)]
         maker, versions = self._holders[numbers[0]], _versions_of(delivery)
@@ -154,8 +155,8 @@ class ReplayedRun(SynchronousRun):
                 groups[self._number_of(item)].append(item)
         if lost := [number for number, group in groups.items() if len(group) < size]:
             raise ReplayDiffers(
-                f"of groups {numbers}, made by {maker} with versions {sorted(versions)}, {lost} were dropped here, and "
-                f"the journal says that they were delivered. {_conditions()}"
+                f"in the journal {maker} delivers groups {numbers} (weight versions {sorted(versions)}), but the "
+                f"replay dropped {lost} of them. {_conditions()}"
             )
         self._made |= groups
         self._num_uses.subtract(versions)
@@ -165,7 +166,7 @@ class ReplayedRun(SynchronousRun):
         return int(item.sample_ids) // self._rules.group_size
 
     def _serve(self, maker: str, version: int) -> int:
-        """Give the models the weights that a maker was sent as a version."""
+        """Load the weights of a version, as this maker received them, into the models."""
         weights = self._weights[version]
         for label, module in self.maker.pipeline.served.modules.items():
             module.load_state_dict(weights.get(maker, weights[""])[label])
@@ -173,69 +174,69 @@ class ReplayedRun(SynchronousRun):
 
 
 def _versions_of(event: Event) -> set[int]:
-    """Return the versions that wrote and scored what an event delivers."""
+    """Return the versions that generated and scored the samples of a delivery; empty for other events."""
     return {*event.get("scored_by", ()), *(version for runs in event.get("written_by", ()) for version in runs[::2])}
 
 
-class _FollowingEngine:
-    """Has an engine write each sample with the weights that wrote it in the run; those that scored it are left."""
+class _ReplayEngine:
+    """Makes an engine generate each sample with the weights of the original run, then loads those that scored it."""
 
     written_by: Mapping[int, Sequence[int]]
-    """Of each sample: the version that wrote its first token; then before which token it changed, and to what."""
+    """By sample: the version of the first token, then pairs of a token and the version that took over before it."""
     scored_by: int
     serve: Callable[[int], int]
 
     def __init__(self, engine: Any) -> None:
-        """`engine` may be None, of a maker that generates by itself; it writes with the weights that score."""
+        """`engine` is None for a maker that generates by itself, with the weights that score."""
         self._engine = engine
-        self._written: list[Sample] = []
+        self._finished: list[Sample] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def commit(self, version: int) -> None:
-        """Do nothing: the journal says when weights change."""
+        """Do nothing: the journal determines when weights change."""
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        """Write everything, those together whose weights changed before the same tokens."""
-        kinds: dict[tuple[int, ...], list[Sample]] = {}
+        """Generate all samples, in batches whose weights changed before the same tokens."""
+        batches: dict[tuple[int, ...], list[Sample]] = {}
         for sample in samples:
-            kinds.setdefault(tuple(self.written_by[sample.id]), []).append(sample)
-        for kind, alike in kinds.items():
-            size = len(alike) if len(kind) == 1 else self._engine.room  # what waits for a place would be written later
-            for first in range(0, len(alike), size):
-                self._write(alike[first : first + size], *kind)
+            batches.setdefault(tuple(self.written_by[sample.id]), []).append(sample)
+        for schedule, batch in batches.items():
+            # A sample that waits for a free slot would see the weights change at other tokens.
+            size = len(batch) if len(schedule) == 1 else self._engine.room
+            for first in range(0, len(batch), size):
+                self._generate(batch[first : first + size], *schedule)
         self.serve(self.scored_by)
 
-    def _write(self, samples: list[Sample], version: int, *changes: int) -> None:
+    def _generate(self, samples: list[Sample], version: int, *changes: int) -> None:
         versions = dict(zip(changes[::2], changes[1::2], strict=True))
         self._engine.commit(self.serve(version))
         self._engine.submit(samples)
-        end = len(self._written) + len(samples)
+        end = len(self._finished) + len(samples)
         for token in itertools.count(1):
-            self._written += self._engine.advance()
-            if len(self._written) == end:
+            self._finished += self._engine.advance()
+            if len(self._finished) == end:
                 return
             if token in versions:
                 self._engine.commit(self.serve(versions[token]))
 
     def advance(self) -> list[Sample]:
-        """Return what was written."""
-        written, self._written = self._written, []
-        return written
+        """Return the finished samples."""
+        finished, self._finished = self._finished, []
+        return finished
 
 
 def _conditions() -> str:
     return (
-        "The reward must give the same text the same score each time. Models, prompts, reward, settings (files "
-        "ledger/config-* are those before a resume changed them), the kind of processor, coati and torch must be those "
-        "of the run, and so must the number of threads; here it is torch "
+        "A replay needs a deterministic reward, and the models, prompts, reward, settings (ledger/config-* are those "
+        "before a resume changed them), processor type, number of threads, coati and torch of the run. This is torch "
         f"{torch.__version__} with {counted(torch.get_num_threads(), 'thread')}."
     )
 
 
 class ReplayResult(NamedTuple):
-    """The last version that was re-executed and found to be the same, and the samples that made it."""
+    """The last version, identical to the run's, and the number of samples trained on to reach it."""
 
     version: int
     num_samples: int
@@ -248,39 +249,39 @@ def replay(
     parts: build.Parts | None = None,
     on_version: Callable[[int, int], None] = lambda _version, _last: None,
 ) -> ReplayResult:
-    """Re-execute the run in a folder up to version `until`, and compare everything with its journal.
+    """Re-execute the run in a folder up to version `until`, and compare its weights with the journal.
 
-    `parts` are what the run was given besides its settings. `on_version` is called with each version that agrees, and
-    with the last one. Raises ReplayDiffers at the first difference, CheckpointError if the journal is missing or
-    damaged, ConfigError if the run is of a kind that cannot be replayed.
+    `parts` are the components that the run was given in addition to its settings. `on_version(version, last)` is called
+    for each version that matches, from 0 on. Raises ReplayDiffers at the first difference, CheckpointError if the
+    journal is missing or damaged, and ConfigError if the run is of a kind that cannot be replayed.
     """
     contents = read_journals(folder)
     if len(contents) > 1 or any("resume" in event and "state" in event for event in contents[0].events):
         raise ConfigError(
-            f"coati replay follows runs with one trainer from start to end, got {str(folder)!r}, which has or had "
-            "more, or continued from a version that a stop had ended early."
+            f"coati replay needs a run with one trainer from start to end, got {str(folder)!r}, which had several, or "
+            "was resumed from a version that a stop had cut short."
         )
     if problems := account_of(contents).problems:
         raise CheckpointError(
-            f"The journal of {str(folder)!r} contradicts itself ({problems[0]}), so it cannot be followed. "
-            "`coati audit` lists what is wrong."
+            f"The journal of {str(folder)!r} is inconsistent ({problems[0]}), so the run cannot be replayed. "
+            "Run `coati audit` to list all problems."
         )
     if not any(event.get("weights") for event in contents[0].events if "publish" in event):
         raise ConfigError(
-            f"coati replay follows runs on the CPU, whose journals have digests of the weights, and that of "
-            f"{str(folder)!r} has none: it trained on a GPU, whose sums are not the same each time."
+            f"coati replay needs a run on the CPU, got {str(folder)!r}, whose journal has no digests of the "
+            "weights: it trained on a GPU, where sums are not reproducible."
         )
-    run = ReplayedRun(_settings(folder), contents[0], until=until, parts=parts, on_version=on_version)
+    run = ReplayedRun(_load_settings(folder), contents[0], until=until, parts=parts, on_version=on_version)
     on_version(0, run.last)
     run.train()
     return ReplayResult(run.last, run.num_sampled)
 
 
-def _settings(folder: Path) -> RunSettings:
-    config = resumed_settings(folder, ()).model_copy(update={"eval": ()})  # which changes nothing that was trained
+def _load_settings(folder: Path) -> RunSettings:
+    config = resumed_settings(folder, ()).model_copy(update={"eval": ()})  # evaluation does not affect training
     if config.rollout.engine == "vllm":
         raise ConfigError(
-            f'coati replay follows runs of our own engines, got {str(folder)!r} with rollout.engine = "vllm", which '
-            "rounds by what it computes together."
+            f"coati replay needs a run with the native or reference engine, got {str(folder)!r} with rollout.engine = "
+            '"vllm", which is not batch-invariant.'
         )
     return config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"})})

@@ -1,8 +1,8 @@
-"""The output folder of a run: whose it is, who may write there, when an earlier run is replaced, and how one continues.
+"""The output folder of a run: ownership and locking, replacing an earlier run, and resuming.
 
-A run folder has the file `.coati-run`, on which the process that runs holds a lock; in a folder with other content and
-without that file nothing is touched. An earlier run stays until a new one trains. Then the files that runs write are
-deleted, and no others. Light to import.
+A running process holds a lock on the file `.coati-run` in its run folder. A non-empty folder without that file is never
+touched. The files of an earlier run stay until a new run starts to train; then the files that runs write are deleted,
+and no others. Fast to import.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 MARKER = ".coati-run"
 
-# What takes a run to make, and is replaced only if the user says so.
+# The results of a run, which are replaced only with --overwrite.
 _RESULTS = ("samples.jsonl", "checkpoints", "model", "model-at-failure", "best")
 _RECORDS = (
     *("config.toml", "metrics.jsonl", "spans.jsonl", "quarantine.jsonl", "tensorboard", "trackers", "report.html"),
@@ -44,9 +44,9 @@ MAX_MAKERS = 64
 _REQUEST = re.compile(rb'\{"makers": ?(\d{1,3})\}\s*')
 
 RUN_FILES = (*_RESULTS, *_RECORDS, _CONTROL)
-"""Everything that a run and its report write; a new run deletes these and nothing else."""
+"""Everything that a run and its report write. A new run deletes these files and no others."""
 
-# With others, what was trained so far would not be part of the same run.
+# Settings that cannot change on a resume: with other values, the steps so far would belong to another run.
 _FIXED_SECTIONS = ("prompts", "lora")
 _FIXED = (
     "run.name", "run.output", "run.seed", "model.path", "model.tokenizer", "algorithm.name",
@@ -55,7 +55,7 @@ _FIXED = (
 
 
 def check_run_folder(config: RunSettings, *, overwrite: bool) -> None:
-    """Raise ConfigError if a run could not use its output folder now; change nothing."""
+    """Raise ConfigError if a run could not use its output folder now. Changes nothing."""
     folder = config.output_folder
     _check_owner(folder)
     if (marker := folder / MARKER).is_file():
@@ -63,16 +63,16 @@ def check_run_folder(config: RunSettings, *, overwrite: bool) -> None:
             _lock(file, folder, fcntl.LOCK_SH)
     if not overwrite and any((folder / name).exists() for name in _RESULTS):
         raise ConfigError(
-            f"run.output {str(folder)!r} holds an earlier run. Give --overwrite (overwrite=True in Python) to "
+            f"run.output {str(folder)!r} holds an earlier run. Use --overwrite (overwrite=True in Python) to "
             "replace it, or choose another run.output."
         )
 
 
 def check_inputs_outside(config: RunSettings) -> None:
-    """Raise ConfigError if the run reads something that lies in the folder that it replaces."""
+    """Raise ConfigError if an input of the run lies in the output folder, which the run replaces."""
     folder = config.output_folder
     for key, value in config.input_paths.items():
-        is_search_path = key.endswith("]")  # the folder that a command was given in, which may be the run's
+        is_search_path = key.endswith("]")  # may be a working directory, and so the run folder itself
         if not is_search_path and Path(value).exists() and Path(value).resolve().is_relative_to(folder.resolve()):
             raise ConfigError(
                 f"{key} {value!r} lies in run.output {str(folder)!r}, which the run replaces. "
@@ -84,11 +84,11 @@ def check_inputs_outside(config: RunSettings) -> None:
 def open_run_folder(
     config: RunSettings, *, overwrite: bool, is_resumed: bool = False, is_sync: bool = False
 ) -> Iterator[Callable[[], None]]:
-    """Make the output folder and hold it for a run inside the `with` block.
+    """Create the output folder and lock it for a run inside the `with` block.
 
-    Gives a function to call when training begins: it deletes what an earlier run wrote, unless that one is resumed, and
-    writes the settings. ConfigError if the folder cannot be used (see `check_run_folder`) or written. What ends the
-    block is written to `error.txt`, unless the folder still holds an earlier run.
+    Yields a function to call when training begins. It deletes the files of an earlier run, unless that run is resumed,
+    and writes the settings. Raises ConfigError if the folder cannot be used (see `check_run_folder`) or written. An
+    exception inside the block is written to `error.txt`, unless it is RunStopped or an earlier run is still there.
     """
     folder = config.output_folder
     check_run_folder(config, overwrite=overwrite or is_resumed)
@@ -104,11 +104,11 @@ def open_run_folder(
                 if path.read_text(encoding="utf-8") == settings:
                     return
                 shutil.copyfile(path, folder / "ledger" / f"config-{len(earlier_settings(folder))}.toml")
-            _write_whole(path, settings)
+            _write_atomically(path, settings)
 
     with contextlib.ExitStack() as stack:
         with _as_config_error(folder):
-            stack.enter_context(_held(folder, is_sync=is_sync))
+            stack.enter_context(_lock_folder(folder, is_sync=is_sync))
             _delete(folder, [_CONTROL])
         try:
             yield begin
@@ -119,22 +119,22 @@ def open_run_folder(
             raise
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Replace a file; a kill leaves the old text or the new one."""
-    written = path.with_name(f".{path.name}.{os.getpid()}")
-    written.write_text(text, encoding="utf-8")
-    written.replace(path)
+def _write_atomically(path: Path, text: str) -> None:
+    """Replace a file atomically: if the process is killed, the file holds either the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def save_makers(config: RunSettings, makers: int) -> None:
-    """Write a number of makers into the settings of a run that trains, for when it is resumed."""
+    """Save the target number of makers in the settings of a running job, so that a resumed run keeps it."""
     config = config.model_copy(update={"topology": config.topology.model_copy(update={"makers": makers})})
-    with contextlib.suppress(OSError):  # a full disk ends no run
-        _write_whole(config.output_folder / "config.toml", dump_config(config))
+    with contextlib.suppress(OSError):  # a full disk must not end the run
+        _write_atomically(config.output_folder / "config.toml", dump_config(config))
 
 
 def earlier_settings(folder: Path) -> list[Path]:
-    """The settings that a run had before it was resumed with others."""
+    """Return the files with the settings that the run had before each resume that changed them."""
     return sorted(folder.glob("ledger/config-*.toml"))
 
 
@@ -157,13 +157,13 @@ def _as_config_error(folder: Path) -> Iterator[None]:
 def _check_owner(folder: Path) -> None:
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
         raise ConfigError(
-            f"run.output {str(folder)!r} holds files that are not a coati run's. Choose another folder. If it is a "
+            f"run.output {str(folder)!r} is not empty and not a coati run. Choose another folder. If it holds a "
             f"run of an older version that may be replaced, create the file {str(folder / MARKER)!r} first."
         )
 
 
 @contextlib.contextmanager
-def _held(folder: Path, *, is_sync: bool) -> Iterator[None]:
+def _lock_folder(folder: Path, *, is_sync: bool) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / MARKER).open("a+", encoding="utf-8") as file:
         _lock(file, folder, fcntl.LOCK_EX)
@@ -190,50 +190,50 @@ def _holder(file: TextIO) -> str:
         file.seek(0)
         fields = json.load(file)
         return f"pid {fields['pid']} on {fields['host']}"
-    except (OSError, ValueError, TypeError, KeyError):  # it is being written
+    except (OSError, ValueError, TypeError, KeyError):  # the holder is still writing it
         return "pid unknown"
 
 
-# Asking a run for makers
+# Scaling a running job
 
 
 def ask_for_makers(folder: Path, makers: int) -> None:
-    """Ask the run that trains in `folder` for so many makers. ConfigError if none does."""
-    if not _is_held(folder):
+    """Request a new number of makers from the run that is training in `folder`. ConfigError if there is none."""
+    if not _is_running(folder):
         raise ConfigError(
             f"RUN_FOLDER must be the output folder (run.output) of a run that is training, got {str(folder)!r}, where "
             "none is alive."
         )
     if (read_json(folder / MARKER) or {}).get("is_sync"):
         raise ConfigError(
-            f"the run in {str(folder)!r} was started with --sync and has one maker, in its own process. Start runs "
-            "whose number of makers may change without --sync."
+            f"The run in {str(folder)!r} was started with --sync, so it has exactly one maker. To change the number of "
+            "makers of a run, start it without --sync."
         )
-    _write_whole(folder / _CONTROL, json.dumps({"makers": makers}))
+    _write_atomically(folder / _CONTROL, json.dumps({"makers": makers}))
 
 
 def asked_makers(folder: Path) -> int | None:
-    """Return the makers that the run in `folder` was asked for since the last call.
+    """Return the number of makers requested for the run in `folder` since the last call; None if there is no request.
 
-    Only a regular file of this user's is followed; what is no request is refused with a warning.
+    Only a regular file owned by this user is read. An invalid request is refused with a warning.
     """
-    taken, request = folder / f".{_CONTROL}.taken", None
+    claimed, request = folder / f".{_CONTROL}.taken", None
     try:
-        (folder / _CONTROL).replace(taken)  # so that the next request is another file
-    except OSError:  # there is none
+        (folder / _CONTROL).replace(claimed)  # the next request creates a new file
+    except OSError:  # no request
         return None
-    # Neither a link nor a pipe is followed or waited for, and what is checked is what is read.
+    # Do not follow links or block on pipes, and check the opened file itself rather than its path.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    with contextlib.suppress(OSError), open(os.open(taken, flags), "rb") as file:
+    with contextlib.suppress(OSError), open(os.open(claimed, flags), "rb") as file:
         found = os.fstat(file.fileno())
         if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
             request = _REQUEST.fullmatch(file.read(100))
     with contextlib.suppress(OSError):
-        taken.unlink()
+        claimed.unlink()
     if request is None or not 1 <= (makers := int(request[1])) <= MAX_MAKERS:
         logger.warning(
-            'Request refused; training continues. %s must be a file of the user who started the run, with {"makers": '
-            "N}, N from 1 to %d. Write it with coati scale.",
+            "Request refused; training continues. %s must be owned by the user who started the run and contain "
+            '{"makers": N}, with N from 1 to %d. Use coati scale to write it.',
             _CONTROL,
             MAX_MAKERS,
         )
@@ -241,8 +241,8 @@ def asked_makers(folder: Path) -> int | None:
     return makers
 
 
-def _is_held(folder: Path) -> bool:
-    """Whether a run is alive in a folder; also where no lock can tell."""
+def _is_running(folder: Path) -> bool:
+    """Return whether a run is alive in a folder; True if the file system has no locks."""
     try:
         with (folder / MARKER).open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -253,31 +253,31 @@ def _is_held(folder: Path) -> bool:
     return False
 
 
-# Continuing a run
+# Resuming a run
 
 
 def resumed_settings(folder: Path, overrides: Overrides) -> RunSettings:
-    """Return the settings of the run in a folder, with overrides. Warns of changes; ConfigError for some."""
+    """Return the settings of the run in a folder, with overrides. Warn about changes; ConfigError for some."""
     if not (folder / "config.toml").is_file():
-        raise ConfigError(f"--resume takes the output folder of a run, with its config.toml, got {str(folder)!r}.")
+        raise ConfigError(f"--resume must be the output folder of a run, which has a config.toml, got {str(folder)!r}.")
     before, after = (_settings(folder, some) for some in ((), overrides))
-    said = changed_settings(before, after)
-    fixed = [said[key] for key in said if key in _FIXED or key.partition(".")[0] in _FIXED_SECTIONS]
+    changes = _changed_settings(before, after)
+    fixed = [changes[key] for key in changes if key in _FIXED or key.partition(".")[0] in _FIXED_SECTIONS]
     if fixed:
         raise ConfigError(
-            f"a run that is resumed cannot change these settings: {'; '.join(fixed)}. Leave them as they were, or "
-            "start a new run." + " --sync sets topology.max_staleness to 0." * ("topology.max_staleness" in said)
+            f"A resumed run cannot change these settings: {'; '.join(fixed)}. Keep their values, or start a new run."
+            + " --sync sets topology.max_staleness to 0." * ("topology.max_staleness" in changes)
         )
-    if said:
-        logger.warning("the run is resumed with other settings: %s", "; ".join(said.values()))
+    if changes:
+        logger.warning("resuming with changed settings: %s", "; ".join(changes.values()))
     return after
 
 
-def changed_settings(before: RunSettings, after: RunSettings) -> dict[str, str]:
-    """Tell which settings differ, by key; of evaluation sets only whether they do."""
-    sets = {} if before.eval == after.eval else {"eval": "other sets in [[eval]]"}
+def _changed_settings(before: RunSettings, after: RunSettings) -> dict[str, str]:
+    """Describe the settings that differ, by key. Evaluation sets are compared as a whole."""
+    sets = {} if before.eval == after.eval else {"eval": "[[eval]] differs"}
     return sets | {
-        f"{section}.{key}": f"{section}.{key} was {old!r}, is {values[key]!r}"
+        f"{section}.{key}": f"{section}.{key} was {old!r}, is now {values[key]!r}"
         for section, values in after.model_dump(exclude={"eval"}).items()
         for key, old in getattr(before, section).model_dump().items()
         if values[key] != old
@@ -288,47 +288,48 @@ def _settings(folder: Path, overrides: Overrides) -> RunSettings:
     config = load_config(folder / "config.toml", overrides)
     if "run.output" in parse_overrides(overrides):
         return config
-    return config.model_copy(update={"run": config.run.model_copy(update={"output": str(folder)})})  # it may have moved
+    run = config.run.model_copy(update={"output": str(folder)})  # the folder may have moved
+    return config.model_copy(update={"run": run})
 
 
 def check_incomplete(config: RunSettings) -> None:
-    """Raise ConfigError if the run has nothing left to train: all steps are done, and the model was saved after."""
+    """Raise ConfigError if the run is complete: all steps are done, and the model was saved afterwards."""
     metrics, model = config.output_folder / "metrics.jsonl", config.output_folder / "model"
     if not (metrics.is_file() and model.is_dir()):
         return
     steps, was_saved = config.train.optimizer_steps, model.stat().st_mtime_ns >= metrics.stat().st_mtime_ns
     if was_saved and max((row["step"] for row in read_jsonl(metrics)), default=0) >= steps:
         raise ConfigError(
-            f"--resume takes a run that has steps left to train, got {str(config.output_folder)!r}, which is complete: "
-            f"all {steps} optimizer steps are done, and its model is {str(model)!r}. To train longer, add "
+            f"--resume must be a run with steps left to train, got {str(config.output_folder)!r}, which is complete: "
+            f"all {steps} optimizer steps are done, and the model is in {str(model)!r}. To train longer, add "
             "--set train.total_steps=N."
         )
 
 
 class StartingPoint(NamedTuple):
-    """Where a run continues."""
+    """Where a resumed or restarted run continues."""
 
-    checkpoint: Path | None = None  # none: at its beginning
+    checkpoint: Path | None = None  # None = from the beginning
     version: int = 0
     step: int = 0
-    events: tuple[int, ...] = ()  # of each trainer's journal, those that led here
+    events: tuple[int, ...] = ()  # number of events up to here in each trainer's journal
 
     def __str__(self) -> str:
         return f"version {self.version}, after step {self.step}"
 
 
 def choose_start(config: RunSettings, *, is_restart: bool = False) -> StartingPoint:
-    """Return where a run continues: at its newest whole checkpoint. CheckpointError if none can be read.
+    """Return the newest complete checkpoint as the starting point. CheckpointError if none can be read.
 
-    `is_restart`: its trainers have died, and if nothing was ever saved they start from the beginning.
+    With `is_restart` (the trainers have died), start from the beginning if no checkpoint was ever saved.
     """
     from coati.trainer.checkpoints import find_checkpoint, saved_versions
 
     folder = config.output_folder.resolve() / "checkpoints"
     if is_restart and not saved_versions(folder):
         logger.error(
-            "there is no checkpoint yet (train.save_every is %d), so the run starts again from its beginning: "
-            "version 0, with its initial weights. All steps so far are lost.",
+            "no checkpoint has been saved yet (train.save_every is %d), so the run restarts from its beginning: "
+            "version 0, with the initial weights. All steps so far are lost.",
             config.train.save_every,
         )
         return StartingPoint()
@@ -338,7 +339,7 @@ def choose_start(config: RunSettings, *, is_restart: bool = False) -> StartingPo
 
 
 def continue_files(config: RunSettings, log: RunLog, start: StartingPoint, *, is_restart: bool = False) -> None:
-    """Cut off what the run's files, and its log, hold of later steps, which are made again."""
+    """Remove all steps after `start` from the run's files and its log: the run repeats them."""
     from coati import build
     from coati.ledger.journal import retire_journals
     from coati.trainer.checkpoints import clear_after

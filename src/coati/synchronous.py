@@ -1,7 +1,7 @@
-"""The whole system in one process: make a batch, learn from it, update the maker, repeat.
+"""The whole system in one process: make a batch, train on it, update the maker, repeat.
 
-It has the trainer and the maker that Ray actors are made of, one after the other, on-policy. So it is what an
-asynchronous run is held against, and where a debugger works.
+It runs the same trainer and maker classes as the Ray actors, one after the other and on-policy. Use it as the reference
+for asynchronous runs, and with a debugger.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _IDLE_SECONDS = 0.05
 
 
 class SynchronousRun(PlainPPOTrainer):
-    """A trainer that has its maker work while it waits."""
+    """A trainer that runs its maker while it waits."""
 
     def __init__(
         self,
@@ -43,13 +43,13 @@ class SynchronousRun(PlainPPOTrainer):
         on_progress: Callable[[RunSnapshot], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`rules` are those of a run that is followed without a journal of its own; None for on-policy training."""
-        if rules is None:  # whatever the topology says: here one maker does all the work, for one trainer
+        """`rules` are those of a run to replay, without writing a journal; None for on-policy training."""
+        if rules is None:  # one maker and one trainer, whatever the topology says
             alone = {"makers": 1, "trainers": 1, "lead": 0, "max_staleness": 0}
             config = config.model_copy(update={"topology": config.topology.model_copy(update=alone)})
         self._config, self._log, self._on_progress = config, log, on_progress
-        self._cursors = dict.fromkeys((_MAKER, _TRAINER), (0, 0))  # of records and spans that are logged
-        parts, peers, stop = parts or Parts(), LocalPeers(), _AskedStop(should_stop)
+        self._cursors = dict.fromkeys((_MAKER, _TRAINER), (0, 0))  # records and spans logged so far
+        parts, peers, stop = parts or Parts(), LocalPeers(), _PolledStop(should_stop)
         options = TrainerOptions.of_run(config, parts, resume=checkpoint)
         super().__init__(
             [_MAKER],
@@ -58,8 +58,8 @@ class SynchronousRun(PlainPPOTrainer):
             options=options if rules is None else dataclasses.replace(options, rules=rules, journal=None),
             host=Host(_TRAINER, peers, stop),
         )
-        cards = [self.strategy.device] if self.strategy.device.type == "cuda" else []
-        with torch.random.fork_rng(cards):  # what a maker draws when it is built would not be the trainer's elsewhere
+        gpus = [self.strategy.device] if self.strategy.device.type == "cuda" else []
+        with torch.random.fork_rng(gpus):  # building the maker must not advance the trainer's random state
             self.maker = Maker(
                 [_TRAINER],
                 functools.partial(build.make_strategy, config, "maker"),
@@ -69,10 +69,10 @@ class SynchronousRun(PlainPPOTrainer):
                 host=Host(_MAKER, peers, stop),
             )
         peers.add(**{_TRAINER: self, _MAKER: self.maker})
-        self._making = self.maker.make_loop(functools.partial(build.make_prompts, config))
+        self._maker_loop = self.maker.make_loop(functools.partial(build.make_prompts, config))
 
     def run(self, model_path: str) -> None:
-        """Train as the config says, and save the actor to `model_path`, a folder that transformers loads."""
+        """Train as configured, and save the actor to the folder `model_path`, loadable with transformers."""
         self._log.state.message, self._log.state.num_made = "", self._buffer.num_made
         self._log.begin()
         try:
@@ -82,17 +82,17 @@ class SynchronousRun(PlainPPOTrainer):
                 build.save_after_failure(error, self.strategy_save_actor, f"{model_path}-at-failure", self._num_batches)
             raise
         finally:
-            self._buffer.close()  # this process may resume the run
+            self._buffer.close()  # so that this process can resume the run
         self._log.close()
         self._on_progress(self._log.snapshot())
         self.strategy_save_actor(model_path)
 
     def train(self) -> None:
-        """Train as the config says, from the version that the run has."""
+        """Train as configured, from the current version."""
         train = self._config.train
         self.sync_models_to_remote_makers()
         try:
-            with self.maker.pipeline.timeline.span("wait_weights"):  # which is what it does while the trainer works
+            with self.maker.pipeline.timeline.span("wait_weights"):  # the state of the maker while the trainer works
                 self.fit(train.total_steps, train.update_steps, train.epochs)
         finally:
             self._report()
@@ -104,12 +104,12 @@ class SynchronousRun(PlainPPOTrainer):
         self._on_progress(self._log.snapshot())
 
     def publish(self) -> None:
-        """Give the maker the weights as the next version."""
+        """Update the maker to the next version of the weights."""
         super().publish()
         self._sender.settle()
 
     def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
-        """Save a checkpoint if one is due; all steps so far are in the log."""
+        """Save a checkpoint if one is due, after writing all steps so far to the log."""
         self._report()
         self._log.flush()
         super().checkpoint(num_fresh, was_stopped=was_stopped)
@@ -117,22 +117,22 @@ class SynchronousRun(PlainPPOTrainer):
     def _try_batch(self, seconds: float) -> "tuple[Experience | None] | None":
         found = super()._try_batch(0.0)
         if found is None:
-            self._have_work_done(seconds)
+            self._run_maker(seconds)
         return found
 
     def _are_evaluated(self, pending: int, seconds: float) -> bool:
-        self._have_work_done(seconds)
+        self._run_maker(seconds)
         return super()._are_evaluated(pending, 0.0)
 
-    def _have_work_done(self, seconds: float) -> None:
-        """Let the maker do what there is to do. The deadline of a wait counts from the end of its work."""
-        if self._making.take_turn():
+    def _run_maker(self, seconds: float) -> None:
+        """Run the maker for one turn, or sleep if it has no work. The buffer's deadline restarts after each turn."""
+        if self._maker_loop.take_turn():
             self._buffer.last_progress = time.monotonic()
         else:
             self.host.stop.wait(min(seconds, _IDLE_SECONDS))
 
     def _report(self) -> None:
-        """Log what both have recorded, the maker's first: it is older."""
+        """Log the new records of both actors, the maker's first because they are older."""
         self._log.state.num_made = self._buffer.num_made
         for name, one in ((_MAKER, self.maker), (_TRAINER, self)):
             report = one.report(*self._cursors[name])
@@ -140,8 +140,8 @@ class SynchronousRun(PlainPPOTrainer):
             self._log.take(name, report.records.records, report.spans.records)
 
 
-class _AskedStop(threading.Event):
-    """Is set when a program says so."""
+class _PolledStop(threading.Event):
+    """An event that is also set once `should_stop` returns True."""
 
     def __init__(self, should_stop: Callable[[], bool]) -> None:
         super().__init__()

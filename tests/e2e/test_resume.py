@@ -236,7 +236,7 @@ def test_a_detached_run_that_failed_ends_in_the_same_bits(film_run, unbroken, fa
     # Not with more makers: who is written with whom, which decides the last bits, would then be a matter of speed.
     resumed = coati_here("train", "--resume", out, "--set", "train.save_every=2")
     assert resumed.returncode == 0, resumed.stderr
-    assert "train.save_every was 1, is 2" in resumed.stderr
+    assert "train.save_every was 1, is now 2" in resumed.stderr
     assert weights(out) == weights(whole)
     assert [row["step"] for row in rows(out)] == list(range(1, 11))
     assert coati_here("audit", out).returncode == 0

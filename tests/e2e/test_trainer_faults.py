@@ -58,7 +58,7 @@ def killed_run(film_run, coati_here, check, tmp_path):
         told = finished.stdout + finished.stderr
         assert finished.returncode == 0, told
         assert all(schedule.has_happened(number) for number in range(len(faults))), told
-        assert f"started again: {len(faults)} trainer" in told
+        assert f"restarted: {len(faults)} trainer" in told
         check(*settings)
         return told
 

@@ -1,4 +1,4 @@
-"""What settings point at is loaded before a run, and mistakes in it are reported together."""
+"""The files that settings name are checked before a run, and problems are reported together."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with everything a run needs, as the working directory."""
+    """A working directory with everything that a run needs."""
     monkeypatch.chdir(tmp_path)
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
@@ -47,7 +47,7 @@ def problems_of(config):
     return []
 
 
-def test_a_sound_run_has_no_problems(folder):
+def test_a_valid_run_has_no_problems(folder):
     assert problems() == []
 
 
@@ -67,7 +67,7 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub(folder, monkeypatch):
     assert "hub" in problem
 
 
-def test_a_folder_that_is_no_model(folder):
+def test_a_folder_that_is_not_a_model(folder):
     (folder / "empty").mkdir()
     (problem,) = problems("model.reference=./empty")
     assert "model.reference" in problem
@@ -85,20 +85,20 @@ def test_a_folder_that_is_no_model(folder):
         ("number.jsonl", '{"prompt": 3}\n', "got '3' (int)"),
     ],
 )
-def test_prompt_files_are_looked_into(folder, name, text, expected):
+def test_prompt_files_are_checked(folder, name, text, expected):
     if text is not None:
         (folder / name).write_text(text)
     (problem,) = problems(f"prompts.path={name}")
     assert expected in problem
 
 
-def test_a_prompt_path_that_is_nothing(folder):
+def test_a_prompt_path_that_does_not_exist(folder):
     (problem,) = problems("prompts.path=./nothing")
     assert "'./nothing'" in problem
-    assert looks_local("missing.jsonl")  # is no hub name
+    assert looks_local("missing.jsonl")  # not a hub name
     (problem,) = problems("prompts.path=missing.jsonl")
     assert "'missing.jsonl', which does not exist" in problem
-    assert looks_local("model/typo")  # lies in a folder that exists
+    assert looks_local("model/typo")  # its parent folder exists
 
 
 def test_reward_functions_are_imported(folder):
@@ -109,7 +109,7 @@ def test_reward_functions_are_imported(folder):
     assert "must be one of math-verify" in problem
     (problem,) = problems("reward.function=math-verfy")
     assert "Did you mean 'math-verify'?" in problem
-    assert problems("reward.function=math:sqrt") == []  # does not tell its parameters
+    assert problems("reward.function=math:sqrt") == []  # has no signature to check
 
 
 def test_the_folder_of_the_toml_file_is_searched_first(folder):
@@ -141,12 +141,12 @@ def test_mistakes_are_reported_together_and_each_once(folder):
     assert [problem.split()[0] for problem in found] == ["model.path", "reward.function:"]
 
 
-def test_the_example_is_sound(folder, monkeypatch):
+def test_the_example_is_valid(folder, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert problems_of(load_config(Path("examples/film/run.toml"), [f"model.path={folder / 'model'}"])) == []
 
 
-def test_a_reward_parameter_that_nothing_is_passed_for(folder):
+def test_a_reward_parameter_without_a_column(folder):
     (folder / "odd_rewards.py").write_text(
         "def wants(completions, solution): ...\n"
         "def defaults(completions, solution=None): ...\n"
@@ -165,7 +165,7 @@ def test_a_reward_parameter_that_nothing_is_passed_for(folder):
     assert "reward.function: Reward 'regex': missing a required argument: 'pattern'" in problem
 
 
-def test_a_config_that_is_none(folder):
+def test_a_corrupt_model_config(folder):
     (folder / "model/config.json").write_text("{")
     assert "config.json" in problems()[0]
 
@@ -188,7 +188,7 @@ max_prompts = 3
 
 @pytest.fixture
 def dry_run(folder, monkeypatch, capsys):
-    """Runs `coati train --dry-run`, which ends with a code; gives what it prints."""
+    """Returns a function that runs `coati train --dry-run`, checks its exit code and returns its output."""
     (folder / "run.toml").write_text(RUN)
     LlamaConfig(vocab_size=len(build_tokenizer()), max_position_embeddings=12).save_pretrained(folder / "model")
 
@@ -202,14 +202,14 @@ def dry_run(folder, monkeypatch, capsys):
     return run
 
 
-def test_a_dry_run_over_an_earlier_run_checks_all_and_says_what_will_be_needed(folder, dry_run):
+def test_a_dry_run_over_an_earlier_run_checks_everything_and_mentions_overwrite(folder, dry_run):
     assert "--overwrite" not in dry_run()
     (folder / "out" / "model").mkdir(parents=True)
     (folder / "out" / MARKER).touch()
     printed = dry_run()
     assert printed.index("Config OK") < printed.index("--overwrite")
     assert "--overwrite" not in dry_run("--overwrite")
-    dry_run("--set", "reward.function=scoring:missing", code=2)  # as without an earlier run
+    dry_run("--set", "reward.function=scoring:missing", code=2)  # the same as without an earlier run
 
 
 def test_a_dry_run_counts_the_prompts_of_each_set_that_are_skipped_or_cut_short(folder, dry_run):
@@ -220,4 +220,4 @@ def test_a_dry_run_counts_the_prompts_of_each_set_that_are_skipped_or_cut_short(
     assert "3 longer than prompts.max_tokens" in training
     assert "held-out" in held_out
     assert "1 without room for a response" in held_out  # of the first three
-    assert "1 with less room" in held_out  # of 5 tokens and the first one
+    assert "1 with less room" in held_out  # 5 tokens, plus the first token

@@ -1,4 +1,4 @@
-"""`coati train` and signals: before training it ends at once, then the run is asked to stop."""
+"""`coati train`: signals before and during training, results, and names of reward functions."""
 
 import functools
 import signal
@@ -18,7 +18,7 @@ from coati.rewards.calling import load_reward_function
 CONFIG = build_config({"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": {"model": "r"}})
 
 
-def test_a_result_is_shown_as_one_line():
+def test_a_result_has_a_one_line_repr():
     account = RunAccount([StreamAccount(LedgerRules(samples_per_version=2, total_samples=6))], [])
     account.streams[0].groups = dict.fromkeys(range(2000), Group("trained"))
     result = entry.RunResult(config=CONFIG, account=account, num_restarts={}, seconds=12.3, was_stopped=False)
@@ -33,7 +33,7 @@ class Judge:
 @pytest.mark.parametrize(
     ("reward", "name"), [(functools.partial(max, 3), "__main__:_given_max"), (Judge(), "__main__:_given_Judge")]
 )
-def test_a_reward_that_no_name_leads_to_is_not_saved_under_that_of_another(reward, name):
+def test_a_reward_without_an_importable_name_gets_a_placeholder(reward, name):
     settings = entry.choose_settings(CONFIG, reward=reward)
     assert settings.reward.function == name
     with pytest.raises(ConfigError, match="by a program"):
@@ -42,7 +42,7 @@ def test_a_reward_that_no_name_leads_to_is_not_saved_under_that_of_another(rewar
 
 @pytest.fixture
 def run(monkeypatch):
-    """Runs `execute` over a run that does what a function of `on_begin` and `should_stop` does."""
+    """Returns a function that runs `execute` with `training(on_begin, should_stop)` in place of a run."""
 
     def run(training):
         def fake(config, *, on_begin, should_stop, on_progress, **_):
@@ -56,10 +56,10 @@ def run(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_everything_is_loaded_ends_the_run_at_once(run, number):
+def test_a_signal_during_startup_ends_the_run_at_once(run, number):
     def load(on_begin, should_stop):
         signal.raise_signal(number)
-        pytest.fail("it goes on loading")
+        pytest.fail("the signal was ignored")
 
     before = signal.getsignal(number)
     with pytest.raises(RunStopped, match="before training began"):

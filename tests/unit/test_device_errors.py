@@ -106,7 +106,7 @@ def make_in_own_way():
 
 def load():
     config = load_config(None, ["model.path=m", "prompts.path=p.jsonl", "reward.model=r"])
-    build._loaded(config, "model.path", "m", Full())
+    build._load_pretrained(config, "model.path", "m", Full())
 
 
 def place():

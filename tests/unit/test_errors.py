@@ -1,4 +1,4 @@
-"""Errors cross process borders: they pickle, and stay what they are."""
+"""Errors pickle, so that they can cross process boundaries, and keep their type, message and notes."""
 
 import inspect
 import pickle
@@ -13,7 +13,7 @@ from coati.experience_maker import AllSamplesDropped
 CLASSES = [value for _, value in inspect.getmembers(errors, inspect.isclass)] + [AllSamplesDropped]
 
 
-def test_all_errors_have_one_base():
+def test_all_errors_have_one_base_class():
     assert len(CLASSES) > 8
     assert all(issubclass(error_class, CoatiError) for error_class in CLASSES)
 
@@ -39,12 +39,12 @@ def test_an_error_survives_pickling_with_its_message_notes_and_type(error_class)
         (errors.RewardError, RuntimeError),
     ],
 )
-def test_errors_are_also_what_python_calls_them(error_class, builtin):
+def test_errors_are_subclasses_of_builtin_exceptions(error_class, builtin):
     assert issubclass(error_class, builtin)
 
 
 @pytest.mark.parametrize("name", ["start_seconds", "batch_seconds", "update_seconds", "grace_seconds"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
-def test_no_deadline_may_be_zero_negative_or_nan(name, value):
+def test_deadlines_must_be_positive_and_finite(name, value):
     with pytest.raises(ConfigError, match=rf"deadlines\.{name} must be (greater than 0|a finite number)"):
         Deadlines(**{name: value})

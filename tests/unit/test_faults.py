@@ -18,7 +18,7 @@ SOURCE = Path(faults.__file__).parent
 
 
 def passes(count, point="maker.generating", index=None):
-    """Reach a point so often; gives the numbers of the passes, from 1, that raised."""
+    """Reach a point `count` times; return the numbers, from 1, of the passes that raised."""
     raised = []
     for number in range(1, count + 1):
         try:
@@ -28,12 +28,12 @@ def passes(count, point="maker.generating", index=None):
     return raised
 
 
-def test_without_a_schedule_points_do_nothing():
+def test_points_do_nothing_without_a_schedule():
     assert faults.hook is None
     assert passes(3) == []
 
 
-def test_a_fault_happens_at_its_pass_once_in_its_actor(tmp_path):
+def test_a_fault_fires_once_at_its_pass_in_its_actor(tmp_path):
     fault = Fault("maker.generating", "raise", actor="maker-1", nth=3)
     with Schedule(tmp_path, [fault]).enabled():
         faults.set_actor("maker-0")
@@ -41,13 +41,13 @@ def test_a_fault_happens_at_its_pass_once_in_its_actor(tmp_path):
         faults.set_actor("maker-1")
         assert passes(9, "maker.before_deliver") == []
         assert passes(9) == [3]
-    with Schedule(tmp_path).enabled():  # as in the process that is started next
+    with Schedule(tmp_path).enabled():  # as in a restarted process
         faults.set_actor("maker-1")
         assert passes(9) == []
     assert passes(9) == []
 
 
-def test_passes_are_counted_by_index_from_a_time_on_or_all_of_them_count(tmp_path):
+def test_faults_by_index_after_a_time_and_at_every_pass(tmp_path):
     with Schedule(tmp_path / "index", [Fault("weights.before_chunk", "raise", index=2, nth=2)]).enabled():
         assert passes(5, "weights.before_chunk", index=1) == []
         assert passes(5, "weights.before_chunk", index=2) == [2]
@@ -71,7 +71,7 @@ def test_a_process_with_the_variable_kills_itself_once(tmp_path):
     assert codes == [-signal.SIGKILL, 0]
 
 
-def test_a_process_that_is_stopped_continues(tmp_path):
+def test_a_stopped_process_continues(tmp_path):
     schedule = Schedule(tmp_path, [Fault("maker.generating", "stop", seconds=0.05)])
     code = "from coati.faults import reach; reach('maker.generating')"
     environment = {**os.environ, **schedule.environment}
@@ -83,7 +83,7 @@ def test_a_process_that_is_stopped_continues(tmp_path):
     process.returncode = 0
 
 
-def test_a_blocked_point_waits_to_be_released(tmp_path):
+def test_a_blocked_point_waits_until_released(tmp_path):
     schedule = Schedule(tmp_path, [Fault("trainer.after_step", "block")])
     with schedule.enabled():
         blocked = run_in_background(lambda: reach("trainer.after_step"), name="blocked")
@@ -94,7 +94,7 @@ def test_a_blocked_point_waits_to_be_released(tmp_path):
         blocked.result(300)
 
 
-def test_the_clock_is_set_and_time_is_slept(tmp_path, monkeypatch):
+def test_clock_and_sleep_faults(tmp_path, monkeypatch):
     slept = []
     monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(time, "time", lambda: 5.0)
@@ -104,7 +104,7 @@ def test_the_clock_is_set_and_time_is_slept(tmp_path, monkeypatch):
     assert (time.time(), slept) == (-3595.0, [7])
 
 
-def test_every_point_is_in_the_code_and_no_other(tmp_path):
+def test_listed_points_match_the_code(tmp_path):
     files = (path.read_text() for path in SOURCE.rglob("*.py"))
     found = {name for text in files for name in re.findall(r'faults\.reach\("([\w.]+)"', text)}
     assert found == set(POINTS)
@@ -117,11 +117,11 @@ def test_every_point_is_in_the_code_and_no_other(tmp_path):
 def test_only_records_read_the_wall_clock():
     reads = re.compile(r"\btime\.time\b|datetime\.(?:now|today|utcnow)|time\.(?:localtime|gmtime|ctime)\b")
     found = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if reads.search(path.read_text())}
-    # When a row was written, when a timeline began, which a monotonic clock continues, and what trackers have seen.
+    # Times of rows, the start of a timeline (continued with a monotonic clock), and what trackers have seen.
     assert found == {f"monitor/{name}.py" for name in ("run_log", "timeline", "follow", "trackers")}
 
 
-def test_every_row_of_the_page_names_tests_that_exist():
+def test_every_row_of_the_reliability_page_names_existing_tests():
     root = SOURCE.parents[1]
     rows = re.findall(r"^\| (\d+) \|(.*)", (root / "docs" / "reliability.md").read_text(), re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, 26))

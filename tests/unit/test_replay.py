@@ -1,8 +1,8 @@
-"""`coati replay`: a run that is re-executed from its journal ends in the same bits, or the first difference is named.
+"""`coati replay`: a run re-executed from its journal is identical bit for bit, or the first difference is named.
 
-The runs have real models of a few hundred weights and makers that take turns with the trainer, in an order that dice
-decide: samples are delivered versions after they were begun, weights come between two tokens, a maker dies and its
-successor gets weights in the middle of a version, and the run is stopped and resumed.
+The runs have real models of a few hundred weights, and makers that take turns with the trainer in random order: samples
+are delivered versions after they were started, weights change between two tokens, a maker dies and its successor gets
+weights in the middle of a version, and the run is stopped and resumed.
 """
 
 import copy
@@ -39,10 +39,10 @@ def likes_early_letters(completions):
 
 
 class InterleavedMaker(Maker):
-    """One of several in a process; new weights wait in its mail until it looks."""
+    """One of several makers in a process. New weights wait in its mailbox until it reads them."""
 
     def __init__(self, name, config, peers):
-        with torch.random.fork_rng():  # elsewhere it is built in a process of its own
+        with torch.random.fork_rng():  # with Ray it is built in its own process
             super().__init__(
                 ["trainer"],
                 functools.partial(build.make_strategy, config, "maker"),
@@ -68,7 +68,7 @@ class InterleavedMaker(Maker):
             super().update_experience_maker(message=self._mail.pop(0))
 
     def advance(self, dice):
-        """Go on with a token of each sample, with new prompts beside others, and take new weights in between."""
+        """Generate a token of each sample, admit new prompts among them, and load new weights in between."""
         if dice.random() < 0.3 or not self.pipeline.served.wait_for_full_update(0.0):
             self.look()
         if self._scored and dice.random() < 0.5:
@@ -85,7 +85,7 @@ class InterleavedMaker(Maker):
 
 
 class Interleaved(PlainPPOTrainer):
-    """A run with several makers, on one thread."""
+    """A run with several makers on one thread."""
 
     def __init__(self, config, *, seed, stops_at=None, dies=False, checkpoint=None):
         self._dice, self._stops_at, self._dies = random.Random(seed), stops_at, dies
@@ -112,16 +112,16 @@ class Interleaved(PlainPPOTrainer):
             self._dice.choice(list(self._makers.values())).advance(self._dice)
         if self.should_stop():
             return None
-        for _ in range(2):  # makers go on while the trainer trains
+        for _ in range(2):  # makers continue while the trainer trains
             self._dice.choice(list(self._makers.values())).advance(self._dice)
         return batch
 
     def publish(self):
         super().publish()
-        self._sender.settle()  # what makers have in their mail is what the dice say
+        self._sender.settle()  # the mailboxes must depend on the dice only
 
     def _replace(self, name):
-        """The maker dies with what it has begun; its successor gets the weights as they are now."""
+        """Kill the maker with its samples in flight; its successor gets the current weights."""
         self.release_maker(name, "died")
         self._makers[name] = InterleavedMaker(name, self._config, self.host.peers)
         self.change_makers(["maker-0"])
@@ -138,7 +138,7 @@ def events_of(folder):
 
 
 def change(folder, number, **changes):
-    """Write the journal again, with another value in an event."""
+    """Rewrite the journal with changed values in an event."""
     path = folder / "ledger" / "stream-0.jsonl"
     records = [json.loads(line[9:]) for line in path.read_text().splitlines()]
     events = [event for record in records[1:] for event in record]
@@ -148,7 +148,7 @@ def change(folder, number, **changes):
 
 
 def find(folder, kind, nth=0):
-    """The place of the nth event of a kind, and the event."""
+    """Return the position of the nth event of a kind, and the event."""
     return [(number, event) for number, event in enumerate(events_of(folder)) if kind in event][nth]
 
 
@@ -183,23 +183,23 @@ def settings(files):
 
 @pytest.fixture(scope="module")
 def original(settings, tmp_path_factory):
-    """A run that was stopped in the middle of a version, and resumed; a maker died on the way."""
+    """A run that was stopped in the middle of a version and resumed, and in which a maker died."""
     config = settings(tmp_path_factory.mktemp("original") / "run")
     Interleaved(config, seed=0, stops_at=7, dies=True)
     checkpoint, state = find_checkpoint(config.output_folder / "checkpoints")
-    assert state["version"] == 3  # and a batch of the next was trained on in vain
+    assert state["version"] == 3  # one batch of the next version was trained on and lost
     Interleaved(config, seed=1, checkpoint=checkpoint)
     return config.output_folder
 
 
 @pytest.fixture
 def finished(original, tmp_path):
-    """A copy of it, to be changed."""
+    """A copy of the original run, to be modified."""
     return shutil.copytree(original, tmp_path / "copy")
 
 
 def check_variety(events):
-    """Whether the run has what is hard to replay."""
+    """Check that the run has the events that are hard to replay."""
     deliveries = [event for event in events if "deliver" in event]
     samples = [versions for event in deliveries for versions in event["written_by"]]
     assert any(len(versions) > 1 for versions in samples), "no weights came between two tokens"
@@ -207,18 +207,18 @@ def check_variety(events):
     assert late["samples"] % 8 == 4, "the successor did not get its weights in the middle of a version"
 
 
-def test_a_run_that_was_stopped_and_resumed_replays_to_the_bit(finished):
+def test_a_resumed_run_replays_bit_for_bit(finished):
     events = events_of(finished)
     check_variety(events)
     assert any("resume" in event for event in events)
     assert audit_run(finished).oldest > 0, "no sample is older than its batch"
     seen = []
     result = replay(finished, on_version=lambda *numbers: seen.append(numbers))
-    assert (result.version, result.num_samples) == (7, 52)  # the last version took one batch
+    assert (result.version, result.num_samples) == (7, 52)  # the last version has one batch
     assert seen == [(version, 7) for version in range(8)]
 
 
-def test_so_does_one_with_groups_adapters_epochs_and_the_other_engine(settings, tmp_path):
+def test_groups_adapters_epochs_and_the_reference_engine_replay(settings, tmp_path):
     config = settings(
         tmp_path / "run",
         rollout={"engine": "reference", "samples_per_prompt": 2},
@@ -231,7 +231,7 @@ def test_so_does_one_with_groups_adapters_epochs_and_the_other_engine(settings, 
     assert replay(tmp_path / "run").version == 7
 
 
-def test_a_run_that_was_stopped_in_the_middle_of_a_version_replays_up_to_there(settings, tmp_path):
+def test_a_run_stopped_in_the_middle_of_a_version_replays(settings, tmp_path):
     folder = tmp_path / "run"
     Interleaved(settings(folder), seed=5, stops_at=7)
     _, last = find(folder, "train", -1)
@@ -240,7 +240,7 @@ def test_a_run_that_was_stopped_in_the_middle_of_a_version_replays_up_to_there(s
     assert replay(folder, until=2).num_samples == 16
 
 
-def test_a_weight_that_differs_is_named(finished):
+def test_the_first_weight_that_differs_is_named(finished):
     number, event = find(finished, "publish", 3)
     digests = event["weights"]["actor"]
     change(finished, number, weights={**event["weights"], "actor": f"{digests[:8]}01234567{digests[16:]}"})
@@ -250,8 +250,8 @@ def test_a_weight_that_differs_is_named(finished):
 
 
 @pytest.mark.parametrize("what", ["order of training", "weights of a batch"])
-def test_a_journal_that_was_changed_is_noticed(finished, what, capsys, monkeypatch):
-    if what == "order of training":  # between the first batch and the second
+def test_a_modified_journal_is_detected(finished, what, capsys, monkeypatch):
+    if what == "order of training":  # swap samples of the first two batches
         events = events_of(finished)
         delivered = {number: place for place, event in enumerate(events) for number in event.get("deliver", ())}
         picks = [(place, event) for place, event in enumerate(events) if "pick" in event]
@@ -276,7 +276,7 @@ def test_a_journal_that_was_changed_is_noticed(finished, what, capsys, monkeypat
     assert expected in capsys.readouterr().out
 
 
-def test_what_cannot_be_replayed_is_refused_with_the_reason(settings, tmp_path):
+def test_runs_that_cannot_be_replayed_are_rejected_with_the_reason(settings, tmp_path):
     with pytest.raises(CheckpointError, match="has no journals"):
         replay(tmp_path)
     config = settings(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Which settings of a run may change when it is resumed."""
+"""Resuming a run: which settings may change, and where it continues."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_settings_are_those_of_the_run_wherever_its_folder_is(folder, caplog):
+def test_settings_follow_a_moved_run_folder(folder, caplog):
     config = resumed_settings(folder, [])
     assert (config.run.name, config.output_folder) == ("r", folder)
     assert caplog.text == ""
@@ -40,7 +40,7 @@ def test_settings_are_those_of_the_run_wherever_its_folder_is(folder, caplog):
         "train.actor_lr=1",
     ],
 )
-def test_most_may_change_and_it_is_said(folder, caplog, change):
+def test_most_settings_may_change_with_a_warning(folder, caplog, change):
     config = resumed_settings(folder, [change])
     section, key = change.partition("=")[0].split(".")
     assert str(getattr(getattr(config, section), key)) in change.replace("=1", "=1.0")
@@ -55,26 +55,26 @@ def test_most_may_change_and_it_is_said(folder, caplog, change):
         "prompts.shuffle=false", "topology.max_staleness=7", "lora.rank=2",
     ],
 )  # fmt: skip
-def test_some_cannot_change(folder, change):
+def test_some_settings_cannot_change(folder, change):
     with pytest.raises(ConfigError, match=change.partition("=")[0]):
         resumed_settings(folder, [change, "train.total_steps=7"])
 
 
-def test_a_run_that_was_not_on_policy_cannot_be_resumed_in_one_process(folder):
+def test_an_off_policy_run_cannot_be_resumed_with_sync(folder):
     before = resumed_settings(folder, [])
     assert before.topology.max_staleness > 0
     with pytest.raises(ConfigError, match=r"max_staleness.*--sync"):
         choose_settings(None, resume=folder, sync=True)
     on_policy = before.topology.model_copy(update={"max_staleness": 0})
     (folder / "config.toml").write_text(dump_config(before.model_copy(update={"topology": on_policy})))
-    assert choose_settings(None, resume=folder, sync=True).topology.max_staleness == 0, "it has not changed"
+    assert choose_settings(None, resume=folder, sync=True).topology.max_staleness == 0, "max_staleness is unchanged"
 
 
 @pytest.mark.parametrize(("steps", "is_saved"), [(4, True), (3, True), (4, False)])
-def test_a_run_that_is_complete_says_so(folder, steps, is_saved):
+def test_a_complete_run_cannot_be_resumed(folder, steps, is_saved):
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1)))
     (folder / "model").mkdir()
-    if not is_saved:  # it is of an earlier stop
+    if not is_saved:  # the model of an earlier stop
         os.utime(folder / "model", ns=(0, 0))
     config = resumed_settings(folder, ["train.total_steps=4"])
     with pytest.raises(ConfigError, match="complete") if steps == 4 and is_saved else contextlib.nullcontext():
@@ -82,12 +82,12 @@ def test_a_run_that_is_complete_says_so(folder, steps, is_saved):
     check_incomplete(resumed_settings(folder, ["train.total_steps=5"]))
 
 
-def test_trainers_start_from_the_beginning_only_where_nothing_was_ever_saved(folder, caplog):
+def test_trainers_restart_from_the_beginning_only_without_any_checkpoint(folder, caplog):
     config = resumed_settings(folder, [])
     assert choose_start(config, is_restart=True) == StartingPoint()
     assert "from its beginning" in caplog.text
     for version in (100, 200):
-        (folder / "checkpoints" / f"version-{version}").mkdir(parents=True)  # of a disk that cannot be read
+        (folder / "checkpoints" / f"version-{version}").mkdir(parents=True)  # unreadable checkpoints
     with pytest.raises(CheckpointError, match="version-200, version-100"):
         choose_start(config, is_restart=True)
     assert len(list((folder / "checkpoints").iterdir())) == 2

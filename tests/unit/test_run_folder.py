@@ -1,4 +1,4 @@
-"""The output folder of a run: other files are not touched, and an earlier run stays until a new one trains."""
+"""The output folder of a run: foreign files are not touched, and an earlier run stays until a new one trains."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ def make_config(tmp_path, **sections):
 
 @pytest.fixture
 def config(tmp_path):
-    """Of a run whose folder holds an earlier one."""
+    """The settings of a run whose folder holds an earlier run."""
     config = make_config(tmp_path)
     with open_run_folder(config, overwrite=False) as begin:
         begin()
@@ -55,7 +55,7 @@ EARLIER_RUN = {MARKER, "config.toml", "model"}
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("foreign", ["config.toml", "samples.jsonl"])
-def test_a_folder_that_is_not_a_runs_is_not_touched(tmp_path, foreign, overwrite):
+def test_a_foreign_folder_is_not_touched(tmp_path, foreign, overwrite):
     """A Hugo site and a cargo home have a config.toml too."""
     out = tmp_path / "out"
     out.mkdir()
@@ -76,14 +76,14 @@ def test_without_overwrite_only_a_run_without_results_is_replaced(config, tmp_pa
         pass
     assert names(tmp_path) == EARLIER_RUN
     config = make_config(tmp_path, run={"output": str(tmp_path / "second")})
-    for _ in range(2):  # neither has made a sample
+    for _ in range(2):  # neither has results
         with open_run_folder(config, overwrite=False) as begin:
             begin()
             assert not (tmp_path / "second" / "metrics.jsonl").exists()
             (tmp_path / "second" / "metrics.jsonl").write_text("")
 
 
-def test_an_earlier_run_is_there_until_the_new_one_trains(config, tmp_path):
+def test_an_earlier_run_stays_until_the_new_one_trains(config, tmp_path):
     with open_run_folder(config, overwrite=True) as begin:
         assert names(tmp_path) == EARLIER_RUN
         assert (tmp_path / "out" / "model" / "weights").read_text() == "earlier"
@@ -91,7 +91,7 @@ def test_an_earlier_run_is_there_until_the_new_one_trains(config, tmp_path):
         assert names(tmp_path) == {MARKER, "config.toml"}
 
 
-def test_a_run_that_fails_says_why_in_its_folder_and_only_there(config, tmp_path, monkeypatch):
+def test_a_failed_run_writes_its_error_to_its_own_folder_only(config, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "swordfish-123")
     out = tmp_path / "out"
 
@@ -103,17 +103,17 @@ def test_a_run_that_fails_says_why_in_its_folder_and_only_there(config, tmp_path
             raise error
 
     fail(begins=False, error=ConfigError("no such model"))
-    assert not (out / "error.txt").exists(), "it is the earlier run's folder"
+    assert not (out / "error.txt").exists(), "the folder still holds the earlier run"
     fail(begins=True, error=RunStopped("stopped"))
     assert not (out / "error.txt").exists()
     fail(begins=True, error=RewardError("401 for swordfish-123"))
     assert (out / "error.txt").read_text() == "401 for <JUDGE_API_KEY>\n  The model after step 3 was saved"
     with open_run_folder(config, overwrite=False, is_resumed=True) as begin:
-        assert (out / "error.txt").exists(), "until it trains"
+        assert (out / "error.txt").exists(), "the error stays until training begins"
         begin()
         assert not (out / "error.txt").exists()
-    fail(begins=False, error=ValueError("what nobody expected"), is_resumed=True)
-    assert (out / "error.txt").read_text().startswith("ValueError: what nobody expected\n")
+    fail(begins=False, error=ValueError("unexpected"), is_resumed=True)
+    assert (out / "error.txt").read_text().startswith("ValueError: unexpected\n")
 
 
 def test_overwrite_deletes_what_runs_write_and_nothing_else(config, tmp_path):
@@ -132,8 +132,8 @@ def test_overwrite_deletes_what_runs_write_and_nothing_else(config, tmp_path):
     assert (tmp_path / "elsewhere" / "version-1").exists()
 
 
-def test_saved_settings_name_files_that_were_written_after_the_folder_was_opened(tmp_path, monkeypatch):
-    """The demo writes its model and its prompts into the run's folder; a copy of config.toml works anywhere."""
+def test_saved_settings_have_absolute_paths_of_files_written_after_opening(tmp_path, monkeypatch):
+    """The demo writes its model and prompts into the run folder; a copy of config.toml must work anywhere."""
     monkeypatch.chdir(tmp_path)
     fields = {"run": {"output": "out"}, "model": {"path": "out/base"}, "prompts": {"path": "out/prompts.jsonl"}}
     with open_run_folder(make_config(tmp_path, **fields), overwrite=True) as begin:
@@ -144,7 +144,7 @@ def test_saved_settings_name_files_that_were_written_after_the_folder_was_opened
     assert (saved.model.path, saved.prompts.path) == (str(tmp_path / "out/base"), str(tmp_path / "out/prompts.jsonl"))
 
 
-def test_a_kill_while_a_run_is_resumed_leaves_its_settings(config, tmp_path, monkeypatch):
+def test_a_kill_during_a_resume_keeps_the_settings(config, tmp_path, monkeypatch):
     path = tmp_path / "out" / "config.toml"
     (tmp_path / "out" / "ledger").mkdir()
     before, other = path.read_text(), make_config(tmp_path, train={"total_steps": 7})
@@ -162,7 +162,7 @@ def test_a_kill_while_a_run_is_resumed_leaves_its_settings(config, tmp_path, mon
         with pytest.raises(KeyboardInterrupt):
             resume(other)
         assert path.read_text() == before
-        resume(config)  # nothing has changed, so nothing is written
+        resume(config)  # unchanged settings are not written
     resume(other)
     assert load_config(path).train.total_steps == 7
     assert {earlier.read_text() for earlier in earlier_settings(tmp_path / "out")} == {before}
@@ -192,7 +192,7 @@ def test_a_folder_behind_a_link_is_replaced_and_the_link_stays(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["model.path", "model.reference", "prompts.path", "reward.model"])
-def test_what_a_run_reads_may_not_lie_in_what_it_replaces(config, tmp_path, key):
+def test_inputs_in_the_output_folder_are_rejected(config, tmp_path, key):
     section, name = key.split(".")
     fields = {"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": {"model": "r"}}
     fields[section][name] = str(tmp_path / "out" / "model")
@@ -201,12 +201,12 @@ def test_what_a_run_reads_may_not_lie_in_what_it_replaces(config, tmp_path, key)
     check_inputs_outside(config)
 
 
-# Asking a run for makers
+# Scaling a running job
 
 
 @pytest.fixture
 def running(tmp_path):
-    """The folder of a run that is alive."""
+    """The folder of a running job."""
     with open_run_folder(make_config(tmp_path), overwrite=False):
         yield tmp_path / "out"
 
@@ -215,8 +215,8 @@ def put_request(folder, text='{"makers": 2}'):
     (folder / "control.json").write_text(text, errors="surrogatepass")
 
 
-def test_a_request_for_makers_is_seen_once(running, monkeypatch, capsys):
-    for makers in (3, 3):  # the same again is a request of its own
+def test_a_scale_request_is_returned_once(running, monkeypatch, capsys):
+    for makers in (3, 3):  # a repeated request counts again
         monkeypatch.setattr(sys, "argv", ["coati", "scale", str(running), "--makers", str(makers)])
         with pytest.raises(SystemExit) as stopped:
             main()
@@ -225,7 +225,7 @@ def test_a_request_for_makers_is_seen_once(running, monkeypatch, capsys):
         assert (asked_makers(running), asked_makers(running)) == (makers, None)
 
 
-def test_a_run_says_how_many_makers_it_is_to_have(config, monkeypatch, capsys):
+def test_scale_without_a_number_shows_the_target(config, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["coati", "scale", str(config.output_folder)])
     for expected in ("1 maker", "5 makers"):
         with pytest.raises(SystemExit):
@@ -242,7 +242,7 @@ def test_a_run_says_how_many_makers_it_is_to_have(config, monkeypatch, capsys):
         *('{"makers": true}', '{"makers": 0}', '{"makers": 65}', '{"makers": ' + "9" * 3900 + "}", "\ud800"),
     ],
 )
-def test_what_is_not_a_request_is_refused_once_and_the_next_one_is_followed(running, caplog, text):
+def test_an_invalid_request_is_refused_once_and_the_next_one_accepted(running, caplog, text):
     put_request(running, text)
     assert asked_makers(running) is None
     assert asked_makers(running) is None
@@ -252,23 +252,23 @@ def test_what_is_not_a_request_is_refused_once_and_the_next_one_is_followed(runn
     assert asked_makers(running) == 2
 
 
-def test_only_a_file_of_the_same_user_is_obeyed(running, caplog, monkeypatch):
+def test_only_a_regular_file_of_the_same_user_is_accepted(running, caplog, monkeypatch):
     put_request(running)
     mine = os.getuid()
     with monkeypatch.context() as patch:
         patch.setattr(os, "getuid", lambda: mine + 1)
         assert asked_makers(running) is None
-    os.mkfifo(running / "control.json")  # opening it would wait for ever
+    os.mkfifo(running / "control.json")  # opening it would block forever
     assert asked_makers(running) is None
     put_request(running)
     (running / "control.json").rename(running / "elsewhere.json")
     (running / "control.json").symlink_to(running / "elsewhere.json")
     assert asked_makers(running) is None
-    assert ["file of the user" in message for message in caplog.messages] == [True] * 3
+    assert ["owned by the user" in message for message in caplog.messages] == [True] * 3
 
 
-def test_only_a_run_that_lives_is_asked(config, tmp_path, monkeypatch, capsys):
-    for folder in (tmp_path, tmp_path / "nowhere", config.output_folder):  # the last one has ended
+def test_scale_needs_a_running_job(config, tmp_path, monkeypatch, capsys):
+    for folder in (tmp_path, tmp_path / "nowhere", config.output_folder):  # the last one is of a finished run
         with pytest.raises(ConfigError, match="none is alive"):
             ask_for_makers(folder, 2)
         assert not (folder / "control.json").exists()
@@ -281,7 +281,7 @@ def test_only_a_run_that_lives_is_asked(config, tmp_path, monkeypatch, capsys):
         assert expected in capsys.readouterr().err
 
 
-def test_a_synchronous_run_refuses_other_makers(config):
+def test_a_synchronous_run_cannot_be_scaled(config):
     with open_run_folder(config, overwrite=True, is_sync=True), pytest.raises(ConfigError, match="--sync"):
         ask_for_makers(config.output_folder, 2)
     assert not (config.output_folder / "control.json").exists()

@@ -1,4 +1,4 @@
-"""`coati audit` and `coati replay`: whether the account of a run closes, and whether the run replays."""
+"""`coati audit` and `coati replay`: check the account of a run, and that its journal reproduces its weights."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +23,7 @@ def audit(
         Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run, finished or running.")
     ],
 ) -> None:
-    """Show what became of every prompt group. Exit with 1 if one is lost, trained on twice, or too old."""
+    """Show the fate of every prompt group. Exits with status 1 if one was lost, trained on twice or too old."""
     from coati.ledger.audit import audit_run
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -37,21 +37,22 @@ def audit(
             table.add_row(fate, details, f"{groups:,}", f"{samples:,}", style=style)
         table.add_section()
     console.print(table)
-    console.print(f"Made: {counted(account.num_made, 'sample')} (delivered, and taken in by a trainer).")
-    console.print("Open: leased, and neither trained on nor given up so far.")
+    console.print(f"Made: {counted(account.num_made, 'sample')} (delivered to a trainer and accepted).")
+    if any(fate == "open" for fate, *_ in fates):
+        console.print("Open: leased, but not yet trained on, dropped or quarantined.")
     bound = account.streams[0].rules.max_staleness
-    limit = "no bound" if bound is None else f"max_staleness {bound}"
-    console.print(f"Oldest group trained on: {counted(account.oldest, 'version')} ({limit}).")
+    limit = "no limit" if bound is None else f"max_staleness {bound}"
+    console.print(f"Oldest group trained on: {counted(account.oldest, 'version')} old ({limit}).")
     if (path := folder / "evaluations.jsonl").is_file():
         made = [row["samples"] for row in read_jsonl(path)]
-        console.print(f"Besides: {counted(len(made), 'evaluation')} with {counted(sum(made), 'sample')}.")
+        console.print(f"Not included: {counted(len(made), 'evaluation')} with {counted(sum(made), 'sample')}.")
     for note in account.notes:
         console.print(f"Note: {note}")
     problems = account.problems
     if not problems:
-        console.print("The account closes: every group has one fate.")
+        console.print("The account balances: every group has exactly one fate.")
         return
-    console.print(f"The account does not close: {counted(len(problems), 'problem')}.")
+    console.print(f"The account does not balance: {counted(len(problems), 'problem')}.")
     for problem in problems[:_MOST_SHOWN]:
         console.print(f"  {problem}")
     if len(problems) > _MOST_SHOWN:
@@ -60,7 +61,7 @@ def audit(
 
 
 def show_losses(console: Console, account: "RunAccount") -> None:
-    """Print what was not trained on, with the reasons, and what was returned or refused and made again."""
+    """Print the groups that were not trained on, and those that were returned or refused, with the reasons."""
     for fate, reason, groups, samples in (*account.table(), *account.repeated()):
         if fate in ("dropped", "quarantined", "returned", "refused"):
             size = f"{counted(groups, 'group')} of {counted(samples // groups, 'sample')}"
@@ -72,9 +73,9 @@ def replay(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run on the CPU with one trainer.")
     ],
-    until: Annotated[int | None, typer.Option(metavar="VERSION", help="Stop after this version.")] = None,
+    until: Annotated[int | None, typer.Option(metavar="VERSION", min=0, help="Stop after this version.")] = None,
 ) -> None:
-    """Re-execute a run from its journal. Exit with 1 at the first weights or samples that differ."""
+    """Re-execute a run from its journal. Exits with status 1 at the first weights or samples that differ."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     with Progress(console=console) as progress:
         task = progress.add_task("loading libraries", total=None)
@@ -90,6 +91,6 @@ def replay(
             console.print(f"The run does not replay: {difference}")
             raise typer.Exit(1) from None
     console.print(
-        f"The run replays: all weights up to version {result.version} are the same, and so are the "
-        f"{counted(result.num_samples, 'sample')} that made them."
+        f"The run replays: all weights up to version {result.version} are identical, and so are the "
+        f"{counted(result.num_samples, 'sample')} that they were trained on."
     )

@@ -1,4 +1,4 @@
-"""`coati demo`: a small language model learns to write kind film reviews, through the whole system."""
+"""`coati demo`: the whole system teaches a small language model to write kind film reviews."""
 
 import json
 import time
@@ -21,33 +21,31 @@ from coati.run_folder import open_run_folder
 if TYPE_CHECKING:
     from coati.evaluation.evaluator import Evaluation
 
-SAMPLES_PER_PROMPT = 22  # 264 in all, enough that the mean reward is good to about 0.03
+SAMPLES_PER_PROMPT = 22  # 264 in total, for a mean reward accurate to about 0.03
 NUM_SHOWN = 3
 
 
 def demo(
     seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
-    output: Annotated[Path, typer.Option(help="Folder for the results. An earlier demo there is replaced.")] = Path(
-        "runs/demo"
-    ),
+    output: Annotated[Path, typer.Option(help="Output folder. An earlier demo there is replaced.")] = Path("runs/demo"),
     sync: Annotated[bool, typer.Option("--sync", help="Run in one process, without Ray.")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Watch a small language model learn to write kind film reviews, on this machine."""
     console = Console()
     started = time.monotonic()
-    sentiment_analyzer()  # an error now, not after the training
+    sentiment_analyzer()  # fail now if it is missing, not after training
     show_messages(verbose)
     console.print(
-        "[bold]coati demo[/]\nA small Llama that writes film opinions, good and bad, learns to write kind ones. "
+        "[bold]coati demo[/]\nA small Llama that writes kind and unkind film reviews learns to write kind ones. "
         "An experience maker writes and scores sentences in one Ray actor, a PPO trainer learns from them in another, "
         "and new weights flow back while both keep working. The reward is the sentiment score of vaderSentiment, "
-        "-1 to 1.\n",
+        "from -1 to 1.\n",
         highlight=False,
     )
     base = output / "base"
     config = demo_config(base, seed=seed, output=output)
-    with open_run_folder(config, overwrite=True):  # which marks it as a run's: `execute` refuses one with other files
+    with open_run_folder(config, overwrite=True):  # marks it as a run folder, or `execute` would refuse its files
         with console.status("building the base model"):
             from coati.demo.base_model import pretrain
 
@@ -69,7 +67,7 @@ def demo(
 
 
 def demo_config(base: Path, *, seed: int, output: Path) -> RunSettings:
-    """Return the demo's settings. Samples may be one version old, so that making and training overlap."""
+    """Return the demo's settings. Samples may be one version old, so that sampling and training overlap."""
     prompts = {"path": str(output / "prompts.jsonl")}
     return build_config(
         {
@@ -77,7 +75,7 @@ def demo_config(base: Path, *, seed: int, output: Path) -> RunSettings:
             "model": {"path": str(base), "device": "cpu"},
             "prompts": prompts,
             "reward": {"function": "coati.demo.reward:film_sentiment"},
-            # Two versions' worth: a maker takes all that it may be ahead at once, not in small parts.
+            # Two versions' worth, so that a maker takes everything it may work ahead in one batch.
             "rollout": {"prompts_per_batch": 128, "max_new_tokens": 16},
             "algorithm": {"kl_coef": 0.05},
             "train": {"total_steps": 80, "batch_size": 64, "actor_lr": 1e-3, "critic_lr": 1e-3, "warmup_steps": 2},
@@ -112,13 +110,13 @@ def _show_files(console: Console, result: RunResult, *, seconds: float) -> None:
         f"Report:        {page}\n"
         f"Model:         {result.model}\n"
         f"Metrics:       {result.folder / 'metrics.jsonl'}\n"
-        f"Whole run:     {seconds:.0f} s\n"
+        f"Total time:    {seconds:.0f} s\n"
         "\n[bold]Try next[/]\n"
-        f'  the model:      python -c "from transformers import pipeline; '
+        f'  use the model:     python -c "from transformers import pipeline; '
         f"print(pipeline('text-generation', '{result.model}')('the film', max_new_tokens=16))\"\n"
-        f"  another reward: coati train examples/film/run.toml   (its rewards.py is yours to change)\n"
-        f"  its score:      coati eval {result.folder}\n"
-        f"  the same run:   coati train {result.folder / 'config.toml'} --set run.output=runs/again",
+        f"  change the reward: coati train examples/film/run.toml   (edit its rewards.py)\n"
+        f"  evaluate it:       coati eval {result.folder}\n"
+        f"  repeat the run:    coati train {result.folder / 'config.toml'} --set run.output=runs/again",
         highlight=False,
         soft_wrap=True,
     )

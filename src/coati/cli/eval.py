@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 def evaluate(
     target: Annotated[
         str,
-        typer.Argument(metavar="MODEL_OR_RUN", help="A run's folder (for its model), a model's folder, or a hub name."),
+        typer.Argument(metavar="MODEL_OR_RUN", help="A run folder (its final model), a model folder or a hub name."),
     ],
     settings: Annotated[
         Path | None,
-        typer.Option("--config", help="Settings with evaluation sets. Default: those of the run that the model is of."),
+        typer.Option("--config", help="TOML file with evaluation sets. Default: the settings of the model's run."),
     ] = None,
-    base: Annotated[
-        str | None, typer.Option(help="Compare with this model; none = no other. Default: model.path.")
+    base: Annotated[str | None, typer.Option(help="Model to compare with, or none. Default: model.path.")] = None,
+    show: Annotated[int, typer.Option(help="Number of prompts per set whose samples are printed.")] = 4,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write results and samples to this JSON file.")
     ] = None,
-    show: Annotated[int, typer.Option(help="Prompts of each set whose samples are printed.")] = 4,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write numbers and samples as JSON.")] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Measure a model on evaluation sets, beside the model that its training began with."""
+    """Evaluate a model on evaluation sets, and compare it with the model that its training started from."""
     console = Console()
     path, config = _resolved(target, settings)
     show_messages(verbose)
@@ -48,7 +48,8 @@ def evaluate(
     check_inputs(config)
     base = config.model.path if base is None else base
     found: dict[str, list[Evaluation]] = {}
-    for model in [path] if base in ("none", path) else [path, base]:
+    is_alone = base == "none" or Path(base).resolve() == Path(path).resolve()  # of hub names, this compares the names
+    for model in [path] if is_alone else [path, base]:
         with console.status(f"evaluating {model}"):
             found[model] = evaluate_model(config, model)
     for evaluations in zip(*found.values(), strict=True):
@@ -59,38 +60,40 @@ def evaluate(
 
 
 def _resolved(target: str, settings: Path | None) -> tuple[str, RunSettings]:
-    """The model that is meant, and its settings."""
+    """Return the path of the model to evaluate, and the settings with its evaluation sets."""
     folder = Path(target)
     if looks_local(target) and not folder.is_dir():
-        raise ConfigError(f"MODEL_OR_RUN must be the folder of a model or of a run, or a hub name, got {target!r}.")
+        raise ConfigError(
+            f"MODEL_OR_RUN must be the folder of a model or a run, or a hub name, got {target!r}. Check the path."
+        )
     run = next((one for one in (folder, *folder.resolve().parents) if (one / MARKER).is_file()), None)
     source = settings or (run and run / "config.toml")
     if source is None:
         raise ConfigError(
-            f"{target!r} lies in no run's folder, which would have its settings. Add --config FILE, with [[eval]] sets."
+            f"{target!r} is not in a run folder, so it has no evaluation sets. Add --config FILE, with [[eval]] sets."
         )
     config = load_config(source)
     if not config.eval:
         raise ConfigError(
-            f"{source} has no [[eval]] set. Add one to it, or to a file for --config; docs/evaluation.md has examples."
+            f"{source} has no [[eval]] set. Add one, or use --config with a file that has one; see docs/evaluation.md."
         )
     if run != folder:
         return target, config
     if not (folder / "model").is_dir():
-        raise ConfigError(f"the run in {target!r} has saved no model yet. Name a checkpoint: {target}/checkpoints/…")
+        raise ConfigError(f"The run in {target!r} has not saved a model yet. Use a checkpoint: {target}/checkpoints/…")
     return str(folder / "model"), config
 
 
 def show_evaluation(console: Console, found: "dict[str, Evaluation]", num_shown: int) -> None:
-    """Print what one set found of one model, or of two with their difference, and a few samples."""
+    """Print the results of a set for one model, or for two and their difference, and the samples of some prompts."""
     from coati.evaluation.estimates import paired_difference
 
     one, *others = found.values()
     size = f"{counted(one.record['prompts'], 'prompt')}, {counted(one.record['samples'], 'sample')}"
-    title = f"{one.record['name']}: {size}; mean and 95 % interval"
+    title = f"{one.record['name']}: {size}; mean and 95% interval"
     table = Table("", title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in (*found, *["difference"] * len(others)):
-        table.add_column("\n".join(textwrap.wrap(name, 20)), no_wrap=True)  # as wide as an interval
+        table.add_column("\n".join(textwrap.wrap(name, 20)), no_wrap=True)  # about the width of an interval
     for metric, values in one.values.items():
         differences = (paired_difference(values, other.values[metric]) for other in others)
         cells = [each.estimates.get(metric, "no scores") for each in found.values()]

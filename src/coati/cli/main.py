@@ -1,4 +1,4 @@
-"""The `coati` command. Light: torch and Ray are imported by the command that needs them."""
+"""The `coati` command. Fast to start: only the commands that need torch and Ray import them."""
 
 import logging
 import os
@@ -22,14 +22,14 @@ from coati.run_folder import MAX_MAKERS, ask_for_makers
 
 app = typer.Typer(
     name="coati",
-    help="Train language models with reinforcement learning. Experience makers and trainers run at the same time, in "
+    help="Train language models with reinforcement learning. Experience makers and trainers run concurrently, in "
     "separate Ray actors.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-reward_app = typer.Typer(help="Try rewards.", no_args_is_help=True)
+reward_app = typer.Typer(help="Test reward functions.", no_args_is_help=True)
 reward_app.command()(check)
 for command in (demo, train, report, audit, replay):
     app.command()(command)
@@ -50,27 +50,31 @@ def _options(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Options of the command."""
+    """Declare the options of `coati` itself."""
 
 
 @app.command()
 def scale(
     folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run that is training.")],
-    makers: Annotated[int | None, typer.Option(min=1, max=MAX_MAKERS, help="Default: show the present one.")] = None,
+    makers: Annotated[
+        int | None, typer.Option(min=1, max=MAX_MAKERS, help="New target. Default: show the current one.")
+    ] = None,
 ) -> None:
-    """Change the target number of makers of a running job. Its progress shows when they have joined or left."""
+    """Change the number of makers of a running job. Makers join and leave while it trains."""
     if makers is not None:
         ask_for_makers(folder, makers)
-    target = makers or load_config(folder / "config.toml").topology.makers
-    typer.echo(f"The target of the run in {folder} is {counted(target, 'maker')}.")
+        typer.echo(f"Requested {counted(makers, 'maker')} for the run in {folder}.")
+    else:
+        target = load_config(folder / "config.toml").topology.makers
+        typer.echo(f"The target of the run in {folder} is {counted(target, 'maker')}.")
 
 
 def main() -> None:
-    """Run the command; an error of ours is one message and exit code 2, not a traceback."""
+    """Run the command. Print a CoatiError as a message without a traceback, and exit with status 2."""
     for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
-        os.environ.setdefault(name, "1")  # before the libraries are imported
+        os.environ.setdefault(name, "1")  # must be set before the libraries are imported
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("huggingface_hub").propagate = False  # it shows its messages itself
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     try:
         app()
     except RunStopped as stop:

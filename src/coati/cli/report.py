@@ -30,7 +30,7 @@ from coati.monitor.timeline import ACTIVITIES, is_idle, label_of
 
 _MAX_CHARACTERS = 400
 _PAGE_WIDTH = 160
-_SHOWN_SHARE = 0.005  # of an activity, for at least one actor
+_SHOWN_SHARE = 0.005  # smallest share shown of an activity, in at least one actor
 
 
 def report(
@@ -38,10 +38,10 @@ def report(
         Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run, finished or running.")
     ],
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to write the page. Default: report.html in the folder.")
+        Path | None, typer.Option(metavar="FILE", help="Path of the HTML page. Default: report.html in the run folder.")
     ] = None,
 ) -> None:
-    """Show what a run learned, a few samples, and where its time went; also as a page."""
+    """Show what a run learned, a few samples and where its time went. Also writes an HTML page."""
     console, run = Console(highlight=False, markup=False), read_run(folder)
     show(console, run)
     page = write_page(run, html or folder / "report.html")
@@ -49,7 +49,7 @@ def report(
 
 
 def write_page(run: RunFolder, path: Path) -> Path:
-    """Write a report with charts as an HTML file that stands on its own: nothing is fetched, texts are escaped."""
+    """Write a report with charts as a self-contained HTML file: it fetches nothing, and text is escaped."""
     console = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, highlight=False, markup=False)
     show(console, run)
     charts = "\n".join(chart(title, points) for title, points in curves(run).items())
@@ -61,14 +61,14 @@ def write_page(run: RunFolder, path: Path) -> Path:
 
 
 def show(console: Console, run: RunFolder) -> None:
-    """Print the few facts, the course of the metrics, samples, and where the time went."""
+    """Print the headline, the curves of the metrics, samples and where the time went."""
     times = run_times(run.spans)
     console.print(run.path.resolve().name, style="bold")
     if run.error:
         console.print(f"  failed (error.txt): {_short(run.error)}", style="red", soft_wrap=True)
     for name, value in headline(run, times):
         console.print(f"  {name}: {value}")
-    with contextlib.suppress(CheckpointError):  # it has no journal, or none yet
+    with contextlib.suppress(CheckpointError):  # there is no journal (yet)
         account = audit_run(run.path)
         rate = f" ({account.num_made / times.elapsed:,.1f}/s)" if times is not None and times.elapsed > 0 else ""
         console.print(f"  samples: {account.num_made:,} made{rate}, {account.num_trained:,} trained on")
@@ -89,16 +89,16 @@ def show(console: Console, run: RunFolder) -> None:
         console.print(time_table(times))
         console.print(times.verdict())
     elif run.metrics:
-        console.print("The run wrote no spans (logging.spans_kept), so there is no table of times.")
+        console.print("No table of times: the run wrote no spans (logging.spans_kept).")
 
 
 def _short(text: str) -> str:
-    """The beginning of a text, on one line, without what would steer a terminal."""
+    """Return the beginning of a text on one line, without terminal control characters."""
     return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())[:_MAX_CHARACTERS]
 
 
 def time_table(times: RunTimes) -> Table:
-    """Lay out where the time went, a column for each actor. Activities that took next to no time are left out."""
+    """Return a table of where the time went, with a column per actor. Omits activities that took almost no time."""
     columns = times.columns()
     table = Table(title="Where the time went", title_justify="left")
     for name in ("", *columns):

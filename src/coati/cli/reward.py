@@ -23,18 +23,20 @@ if TYPE_CHECKING:
 
 def check(
     source: Annotated[
-        str, typer.Argument(metavar="REWARD", help="A run's TOML file, a reward of the library, or module:function.")
+        str,
+        typer.Argument(metavar="REWARD", help="A run's TOML file, the name of a built-in reward or module:function."),
     ],
     rows: Annotated[
-        Path, typer.Option(metavar="FILE", help="Rows with prompt, completion and columns; samples.jsonl, for example.")
+        Path,
+        typer.Option(metavar="FILE", help="Rows with prompt, completion and other columns, such as samples.jsonl."),
     ],
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, such as reward.options.pattern."),
     ] = None,
-    show: Annotated[int, typer.Option(help="Rows to show; those that failed come first.")] = 20,
+    show: Annotated[int, typer.Option(help="Number of rows to show. Failed rows come first.")] = 20,
 ) -> None:
-    """Score rows with a reward, without a model, and show what it says. Exit with 1 if it fails on one."""
+    """Score rows with a reward function, without a model. Exits with status 1 if it fails on a row."""
     import torch
 
     from coati.rewards import PendingScores, RewardScorer, build_reward
@@ -47,8 +49,8 @@ def check(
     table = load_prompts(rows, column=config.prompts.column)
     reward = build_reward(config.reward, load_model=_refuse_model, search_paths=config.reward_search_paths)
     scorer = RewardScorer(reward, None, retries=config.reward.retries, max_quarantined=1)
-    scorer.working.update(part.label for part in config.reward.parts)  # each row has its own failure, even if all fail
-    request = _request(table.rows, config)  # loads the tokenizer, which is not the reward's time
+    scorer.working.update(part.label for part in config.reward.parts)  # report a failure per row, even if all rows fail
+    request = _request(table.rows, config)  # loads the tokenizer, which must not count as the reward's time
     start = time.monotonic()
     pending = PendingScores(scorer, request, torch.device("cpu"))
     columns = {"score": pending(), **pending.terms}
@@ -58,7 +60,7 @@ def check(
     failed["score"] = set(pending.failures)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for row in sorted(range(len(table)), key=lambda row: row not in pending.failures)[:show]:
-        cells = (f"{name} {_shown(float(values[row]), row in failed[name])}" for name, values in columns.items())
+        cells = (f"{name} {_format_score(float(values[row]), row in failed[name])}" for name, values in columns.items())
         console.print(f"{table.where(row)}: {', '.join(cells)}")
         console.print(f"    {excerpt(repr(pending.request.completions[row]))}")
         if details := remarks[row].get("details"):
@@ -73,20 +75,20 @@ def check(
     for kind, count in Counter(error.split(": ")[0] for error in pending.failures.values()).most_common():
         console.print(f"failed on {counted(count, 'row')}: {kind}")
     if unscored := len(pending.unscored.keys() - pending.failures.keys()):
-        console.print(
-            f"no score, without a failure: {counted(unscored, 'row')} (None, NaN or infinity; not trained on)"
-        )
-    console.print(f"{seconds}, asked again {counted(pending.num_retries, 'time')}.")
+        console.print(f"no score, but no failure: {counted(unscored, 'row')} (None, NaN or infinity; not trained on)")
+    console.print(f"Took {seconds}, with {counted(pending.num_retries, 'retry', 'retries')}.")
     if pending.failures:
         raise typer.Exit(1)
 
 
-def _shown(score: float, is_failure: bool) -> str:
+def _format_score(score: float, is_failure: bool) -> str:
     return "failed" if is_failure else f"{score:.4g}" if math.isfinite(score) else "none"
 
 
 def _refuse_model(path: str) -> Any:
-    raise ConfigError(f"coati reward check asks functions, not the reward model {path!r}. Take it out with --set.")
+    raise ConfigError(
+        f"coati reward check needs a reward function, got the reward model {path!r}. Remove it with --set."
+    )
 
 
 def _request(rows: Sequence[Row], config: RunSettings) -> "RewardRequest":
@@ -96,9 +98,11 @@ def _request(rows: Sequence[Row], config: RunSettings) -> "RewardRequest":
 
     completions: list[Any] = [row.get("completion", row.get("response")) for row in rows]
     if not all(isinstance(text, str) for text in completions):
-        raise DataError(f"every row must have a text called completion or response, got {', '.join(rows[0])}.")
+        raise DataError(
+            f"Every row must have a string column completion or response, got the columns {', '.join(rows[0])}."
+        )
     prompts = [row[config.prompts.column] for row in rows]
-    # The files of a run have the dataset's columns in a table of their own.
+    # Files that runs write hold the dataset's columns in a nested table.
     columns = [inner if isinstance(inner := row.get("columns"), Mapping) else row for row in rows]
     names = {name for one in columns for name in one} - {config.prompts.column, "completion", "response"}
     nothing = torch.zeros(len(rows), 0, dtype=torch.long)

@@ -22,36 +22,40 @@ from coati.monitor.report import first_and_last
 from coati.monitor.run_log import RunSnapshot
 from coati.run_folder import check_run_folder
 
-EXIT_STOPPED = 130  # what shells use for "ended by SIGINT"
+EXIT_STOPPED = 130  # the shell's status for a process ended by SIGINT
 
 
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the actors' log messages too.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also show the log messages of the actors.")]
 
 
 def train(
-    config: Annotated[Path | None, typer.Argument(help="The run's settings, a TOML file.")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="TOML file with the settings of the run.")
+    ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting. May be repeated."),
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN_FOLDER", help="Continue the run in this folder from its last checkpoint instead."),
+        typer.Option(metavar="RUN_FOLDER", help="Continue this run from its latest checkpoint, in place of CONFIG."),
     ] = None,
     address: Annotated[
         str | None, typer.Option(help="Join this Ray cluster (e.g. auto) instead of starting a private one.")
     ] = None,
     sync: Annotated[
         bool,
-        typer.Option("--sync", help="Run in one process, without Ray; useful for debugging."),
+        typer.Option("--sync", help="Run in one process, without Ray. Useful for debugging."),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check settings, models and prompts, print the plan and exit.")
+    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier run in the output folder.")
     ] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Train from a TOML file."""
+    """Train a model with the settings of a TOML file."""
     console, is_resumed = Console(highlight=False), resume is not None
     show_messages(verbose)
     settings = entry.choose_settings(config, resume=resume, overrides=overrides or [], sync=sync)
@@ -62,12 +66,12 @@ def train(
     console.print(plan, markup=False, soft_wrap=True)
     if dry_run:
         if start is not None:
-            console.print(f"It would continue from {start.checkpoint}.")
+            console.print(f"The run would continue from {start.checkpoint}.", markup=False, soft_wrap=True)
         _show_lost_prompts(console, settings)
         console.print("[green]Config OK.[/] Run again without --dry-run to train.")
         try:
             check_run_folder(settings, overwrite=overwrite or is_resumed)
-        except ConfigError as error:  # which does not concern a dry run
+        except ConfigError as error:  # does not affect the dry run itself
             console.print(f"Note: {error}", style="yellow", markup=False, soft_wrap=True)
         return
     result = execute(settings, console, verbose=verbose, start=start, **options)
@@ -77,19 +81,19 @@ def train(
 
 
 def _show_lost_prompts(console: Console, config: RunSettings) -> None:
-    """Print how many prompts of each set do not fit."""
+    """Print how many prompts of each set are skipped or cut short."""
     from coati.build import make_prompts
 
     evaluated = [(f"[[eval]] {one.name}", config.for_evaluation(one), one.max_prompts) for one in config.eval]
     for name, own, most in [("[prompts]", config, 0), *evaluated]:
         if lost := make_prompts(own).survey(most):
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in lost.items())
-            told = f"{name}: prompts that are skipped or cut short: {reasons}."
-            console.print(told, style="yellow", markup=False, soft_wrap=True)
+            message = f"{name}: prompts skipped or cut short: {reasons}."
+            console.print(message, style="yellow", markup=False, soft_wrap=True)
 
 
 def _show_result(console: Console, result: RunResult) -> None:
-    """Print how a run ended, what was lost in it, and where everything is."""
+    """Print how a run ended, the samples that it lost, and where its files are."""
     rewards, account, folder = [reward for _, reward in result.rewards], result.account, result.folder
     console.print(
         f"{'Stopped' if result.was_stopped else 'Done'} after {result.seconds:.0f} s. "
@@ -100,7 +104,7 @@ def _show_result(console: Console, result: RunResult) -> None:
         console.print(f"[yellow]Stopped early[/]: {result.stop_reason}.")
     if sum(result.num_restarts.values()):
         counts = " and ".join(counted(number, kind[:-1]) for kind, number in result.num_restarts.items() if number)
-        console.print(f"[yellow]Actors died and were started again[/]: {counts}.")
+        console.print(f"[yellow]Actors died and were restarted[/]: {counts}.")
     show_losses(console, account)
     places = {
         "Model": result.model,
@@ -115,14 +119,14 @@ def _show_result(console: Console, result: RunResult) -> None:
         "TensorBoard": f"tensorboard --logdir {folder / 'tensorboard'}" * result.config.logging.writes_tensorboard,
         "Continue": f"coati train --resume {folder}" * result.was_stopped,
     }
-    there = {label: str(path) for label, path in places.items() if path.exists()}
-    for label, value in (there | commands).items():
+    existing = {label: str(path) for label, path in places.items() if path.exists()}
+    for label, value in (existing | commands).items():
         if value:
             console.print(f"{label + ':':<13}{value}", markup=False, soft_wrap=True)
 
 
 def execute(config: RunSettings, console: Console, *, verbose: bool, **options: Any) -> RunResult:
-    """Run to the end, or to a stop signal, with a live view; `options` are those of `coati.entry.execute`."""
+    """Train until the end or a stop signal, with a live view. `options` are those of `coati.entry.execute`."""
     with StopSignal(console) as stop, LiveView(console) as view:
 
         def show(snapshot: RunSnapshot) -> None:
@@ -140,7 +144,7 @@ def execute(config: RunSettings, console: Console, *, verbose: bool, **options: 
 
 
 class StopSignal:
-    """The first SIGINT or SIGTERM asks a run that trains to stop and save; a second, or one before that, ends it."""
+    """Makes the first SIGINT or SIGTERM stop and save a run; a second, or one before training, ends it at once."""
 
     def __init__(self, console: Console) -> None:
         self.has_begun = False
@@ -150,11 +154,11 @@ class StopSignal:
         self._previous: dict[int, Any] = {}
 
     def begin(self) -> None:
-        """Training begins: from now on there is something to save."""
+        """Record that training has begun: from now on a signal stops and saves the run."""
         self.has_begun = True
 
     def __call__(self) -> bool:
-        """Whether a stop was requested."""
+        """Return whether a stop was requested."""
         return self._is_set
 
     def __enter__(self) -> Self:
@@ -177,8 +181,8 @@ class StopSignal:
 
 
 def show_messages(verbose: bool) -> None:
-    """Have log messages shown if `verbose`."""
+    """Show INFO log messages if `verbose`."""
     if verbose:
         logging.getLogger().setLevel(logging.INFO)
         if os.environ.get("NO_COLOR") or not (sys.stdout.isatty() and sys.stderr.isatty()):
-            os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours what it relays, even into files
+            os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours the log messages that it relays, even in files

@@ -1,4 +1,4 @@
-"""The settings of a run. Imports neither torch, Ray, transformers nor datasets: `coati --help` answers at once."""
+"""The settings of a run. Imports no torch, Ray, transformers or datasets, so that `coati --help` is fast."""
 
 from coati.config.algorithm import AlgorithmSettings as AlgorithmSettings
 from coati.config.plan import plan_lines as plan_lines

@@ -1,7 +1,7 @@
-"""What is optimised: the tables of algorithms and of policy losses, and the section with their settings.
+"""The tables of algorithms and policy losses, and the section `[algorithm]` with their settings.
 
-A maker turns scores into advantages; a learner turns advantages and ratios into a loss. An algorithm is a choice for
-both; `loss` replaces the second.
+A maker turns scores into advantages; a learner turns advantages and ratios into a loss. An algorithm determines both;
+the setting `loss` replaces its loss.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ RatioKind = Literal["token", "sequence"]
 
 
 class AlgorithmRow(NamedTuple):
-    """One algorithm: how scores become advantages (docs/algorithms.md), and where its defaults differ from PPO's."""
+    """An algorithm: how it computes advantages (docs/algorithms.md), and its defaults that differ from PPO's."""
 
     advantages: AdvantageKind
     defaults: Mapping[str, Any]
 
 
 class LossRow(NamedTuple):
-    """One policy loss: the surrogate of `coati.algos.losses`, and where its defaults differ from those of "clip"."""
+    """A policy loss: its surrogate in `coati.algos.losses`, and its defaults that differ from those of "clip"."""
 
     surrogate: str
     defaults: Mapping[str, Any] = MappingProxyType({})
-    ratio: RatioKind = "token"  # the ratio of each token, or of a response as a whole (GSPO)
+    ratio: RatioKind = "token"  # per token, or of a whole response (GSPO)
     weighs_age: bool = False
-    """Whether its ratio is that to the policy that sampled, so that old data needs no importance weights besides."""
+    """Whether its ratio is relative to the sampling policy, so that stale data needs no importance weights."""
 
 
 _MASK = {"importance": "mask"}
@@ -45,7 +45,7 @@ _MASK = {"importance": "mask"}
 LOSSES: Mapping[str, LossRow] = MappingProxyType(
     {
         "clip": LossRow("clipped"),
-        # No lower bound, as in the paper; at most 5, as in ScaleRL.
+        # No lower bound, as in the paper; an upper bound of 5, as in ScaleRL.
         "cispo": LossRow("cispo", {"eps_clip": 1.0, "eps_clip_high": 4.0}, weighs_age=True),
         "dppo": LossRow("dppo", {"eps_clip": 0.2, "eps_clip_high": 0.2, "importance_cap": 20.0}, weighs_age=True),
         "sapo": LossRow("sapo"),
@@ -59,7 +59,7 @@ LOSSES: Mapping[str, LossRow] = MappingProxyType(
         ),
     }
 )
-"""Every policy loss by the name that `algorithm.loss` calls it."""
+"""Policy losses by their name in `algorithm.loss`."""
 
 _OF_CRITIC = ("adaptive_lam", "critic_warmup_steps")
 _OWN_LOSS = LossRow("own", weighs_age=True)
@@ -71,8 +71,8 @@ ALGORITHMS: Mapping[AlgorithmName, AlgorithmRow] = MappingProxyType(
     {
         "ppo": AlgorithmRow("gae", {}),
         "grpo": AlgorithmRow("group_normalized", {**_IN_LOSS, "kl_coef": 0.04, "normalization": "sequence"}),
-        # Neither division by the group's deviation nor by a response's own length, which favour easy and hard prompts
-        # and long wrong answers.
+        # Divides neither by the group's standard deviation, which favours easy and hard prompts, nor by the length of
+        # a response, which favours long wrong answers.
         "dr_grpo": AlgorithmRow("group_centered", {**_IN_LOSS, "normalization": "constant"}),
         "rloo": AlgorithmRow("leave_one_out", {"kl_coef": 0.05, "whiten_advantages": False}),
         "reinforce++": AlgorithmRow("returns", {"kl_coef": 0.01}),
@@ -83,110 +83,115 @@ ALGORITHMS: Mapping[AlgorithmName, AlgorithmRow] = MappingProxyType(
         "vapo": AlgorithmRow(
             "gae", {"adaptive_lam": 0.05, "critic_lam": 1.0, "nll_coef": 0.1, "eps_clip_high": 0.28, "kl_coef": 0.0}
         ),
-        # Each token's own KL to the reference, which is the teacher, and nothing that comes after it. Whitened:
-        # a far teacher would make every token that was sampled less likely.
+        # The return of a token is its own KL to the reference (the teacher), without later tokens. Without whitening, a
+        # distant teacher would make every sampled token less likely.
         "distill": AlgorithmRow("returns", {"gamma": 0.0, "kl_coef": 1.0}),
     }
 )
-"""Every algorithm by the name that `algorithm.name` calls it."""
+"""Algorithms by their name in `algorithm.name`."""
 
 
 class AlgorithmSettings(Section, section="algorithm"):
-    """`[algorithm]`: the maths of the update.
+    """`[algorithm]`: the algorithm and its coefficients.
 
-    Settings that are left out have the algorithm's own defaults (docs/algorithms.md); those shown here are PPO's.
+    Unset keys take the algorithm's own defaults (docs/algorithms.md); the defaults shown here are PPO's.
     `algorithm = "grpo"` at the top of a file, before any section, is short for `name`.
     """
 
-    name: AlgorithmName = setting("ppo", "How to learn from scores: PPO with a critic, or one of the others, without.")
+    name: AlgorithmName = setting("ppo", "The algorithm. ppo and vapo train a critic; the others do not.")
     loss: str = setting(
         "clip",
-        "How the policy learns from advantages: PPO's clip, another loss of docs/algorithms.md, or a function of your "
-        "own.",
+        "The policy loss: PPO's clip, another loss of docs/algorithms.md, or your own function.",
         rule=", ".join(f'"{name}"' for name in LOSSES) + ' or "module:function"',
         remedy='For my_loss() in losses.py write "losses:my_loss".',
         pattern=rf"^({'|'.join(LOSSES)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
     )
-    kl_coef: float = setting(0.1, "Weight of the KL penalty against the reference.", ge=0)
+    kl_coef: float = setting(0.1, "Weight of the penalty on the KL to the reference model.", ge=0)
     kl_in: Literal["reward", "loss"] = setting(
-        "reward", "Where the KL penalty goes: into each token's reward, or into the loss as a term of its own."
+        "reward", "Where the KL penalty is applied: in each token's reward, or as a separate term of the loss."
     )
     kl_estimator: Literal["k1", "k2", "k3"] = setting(
         "k1",
-        "Per-token KL estimate.",
+        "Estimator of the KL per token.",
         rule='"k1" (unbiased; not in the loss), "k2" (squared) or "k3" (unbiased, never negative)',
     )
     kl_target: float = setting(
-        0.0, "With kl_in loss: kl_coef follows the KL (policy/kl_loss) so that it comes near this; 0 = fixed.", ge=0
+        0.0, "With kl_in loss: adapt kl_coef to keep the KL (policy/kl_loss) near this value; 0 = fixed kl_coef.", ge=0
     )
-    gamma: float = setting(1.0, "Discount per token.", ge=0, le=1)
+    gamma: float = setting(1.0, "Discount factor per token.", ge=0, le=1)
     lam: float = setting(0.95, "Lambda of GAE.", ge=0, le=1)
-    critic_lam: float = setting(0.95, "Lambda of GAE for the critic's targets; left out, lam.", ge=0, le=1)
+    critic_lam: float = setting(0.95, "Lambda of GAE for the critic's targets; if unset, lam.", ge=0, le=1)
     adaptive_lam: float = setting(
-        0.0, "Above 0, in place of lam: lambda is 1 - 1 / (this × length of the response), as in VAPO.", ge=0
+        0.0, "If above 0, replaces lam: lambda is 1 - 1 / (adaptive_lam × response length), as in VAPO.", ge=0
     )
-    critic_warmup_steps: int = setting(0, "Optimizer steps at the start in which only the critic learns.", ge=0)
+    critic_warmup_steps: int = setting(0, "Number of optimizer steps at the start that train only the critic.", ge=0)
     nll_coef: float = setting(0.0, "Weight of -log π on responses with a reward above 0, as in VAPO; 0 = off.", ge=0)
     eps_clip: float = setting(
-        0.2, "Clips the policy ratio to at least 1 - this; dppo: masks a probability that fell by more.", gt=0, le=1
+        0.2,
+        "Clips the policy ratio to at least 1 - eps_clip; dppo: masks tokens whose probability fell by more.",
+        gt=0,
+        le=1,
     )
     eps_clip_high: float = setting(
         0.2,
-        "Clips the policy ratio to at most 1 + this; dppo: masks a probability that rose by more; left out, eps_clip, "
-        "or the algorithm's own where its range is not symmetric.",
+        "Clips the policy ratio to at most 1 + eps_clip_high; dppo: masks tokens whose probability rose by more. If "
+        "unset, eps_clip, or the algorithm's own value if its range is not symmetric.",
         gt=0,
     )
-    sapo_tau: float = setting(1.0, "sapo: how sharply the gate closes where the advantage is positive.", gt=0)
-    sapo_tau_negative: float = setting(1.05, "sapo: the same where it is negative.", gt=0)
+    sapo_tau: float = setting(1.0, "sapo: steepness of the gate for positive advantages.", gt=0)
+    sapo_tau_negative: float = setting(1.05, "sapo: steepness of the gate for negative advantages.", gt=0)
     behavior_kl_coef: float = setting(
-        0.0, "Weight of log²(policy / policy that sampled) in the loss, which pulls the policy back; 0 = off.", ge=0
+        0.0, "Weight of log²(policy / sampling policy) in the loss, which pulls the policy back; 0 = off.", ge=0
     )
-    value_clip: float = setting(0.4, "Clips how far new values move from old ones.", gt=0)
+    value_clip: float = setting(
+        0.4, "Maximum change of values from their old values, for clipping in the value loss.", gt=0
+    )
     normalization: Literal["token", "sequence", "constant"] = setting(
         "token",
-        "How the tokens of a step add up: all count the same (token), all responses count the same (sequence), or each "
-        "token counts 1 / (responses × rollout.max_new_tokens), whatever the lengths (constant).",
+        "Weights of tokens in the loss of a step: equal for all tokens (token), equal for all responses (sequence), or "
+        "1 / (responses × rollout.max_new_tokens) for each token, whatever the lengths (constant).",
     )
-    whiten_advantages: bool = setting(True, "Give the advantages of a batch mean 0 and deviation 1.")
+    whiten_advantages: bool = setting(True, "Normalize the advantages of a batch to mean 0 and standard deviation 1.")
     dynamic_sampling: bool = setting(
-        False, "Replace (and count) prompts whose samples all score the same: they teach nothing."
+        False, "Replace (and count) prompts whose samples all have the same score: they carry no signal."
     )
     mask_cut_responses: bool = setting(
-        False, "Leave responses that the length limit cut out of the losses; they still count in their group's mean."
+        False,
+        "Exclude responses truncated by the length limit from the losses; they still count in their group's mean.",
     )
     entropy_coef: float = setting(0.0, "Weight of the entropy bonus; 0 = off.", ge=0)
     correction: Literal["auto", "none", "decoupled"] = setting(
         "auto",
-        "How the policy loss treats data that older weights wrote: clip around the weights that sampled it (none), or "
-        "around the ones the step starts from, with importance weights (decoupled).",
+        "How the policy loss treats data from older weights: clip around the weights that sampled it (none), or around "
+        "the weights at the start of the step, with importance weights (decoupled).",
         rule='"none", "decoupled", or "auto": decoupled unless topology.max_staleness is 0',
     )
     importance: Literal["truncate", "mask", "none"] = setting(
         "truncate",
-        "What the decoupled loss does with importance weights above the cap: cut them down, drop their tokens (and "
-        "those below the floor), or use no weights at all.",
+        "How the decoupled loss treats importance weights above the cap: clamp them (truncate), drop their tokens and "
+        "those below the floor (mask), or use no weights at all (none).",
     )
     importance_level: Literal["token", "sequence", "geometric"] = setting(
-        "token", "Importance weights of single tokens, of whole responses, or the geometric mean of a response's."
+        "token", "Importance weights per token, per response, or the geometric mean over the tokens of a response."
     )
-    importance_cap: float = setting(2.0, "Largest importance weight; dppo: largest ratio.", ge=1)
-    importance_floor: float = setting(0.0, "Smallest importance weight that a mask keeps.", ge=0, le=1)
+    importance_cap: float = setting(2.0, "Maximum importance weight; dppo: maximum ratio.", ge=1)
+    importance_floor: float = setting(0.0, "Minimum importance weight that a mask keeps.", ge=0, le=1)
 
     @model_validator(mode="before")
     @classmethod
     def _with_defaults_of_algorithm(cls, data: Any) -> Any:
-        """Write the algorithm's own defaults out, so that a saved config says what it means; a text is the name."""
+        """Fill in the algorithm's own defaults, so that a saved config is complete. A string is the name."""
         if isinstance(data, str):
             data = {"name": data}
         name = data.get("name", "ppo") if isinstance(data, dict) else None
         row = next((row for known, row in ALGORITHMS.items() if known == name), None)
         if row is None:
-            return data  # the field's own rule says what is wrong with it
+            return data  # the field's own validation reports it
         loss = data.get("loss", row.defaults.get("loss"))
         defaults = {**row.defaults, **(LOSSES[loss].defaults if isinstance(loss, str) and loss in LOSSES else {})}
         filled = {**defaults, **data}
         clip, is_symmetric = data.get("eps_clip"), defaults.get("eps_clip") == defaults.get("eps_clip_high")
-        if is_symmetric and isinstance(clip, int | float) and 0 < clip <= 1:  # a wrong one is one error, not two
+        if is_symmetric and isinstance(clip, int | float) and 0 < clip <= 1:  # report an invalid value once, not twice
             filled["eps_clip_high"] = data.get("eps_clip_high", clip)  # a symmetric range stays symmetric
         if isinstance(lam := data.get("lam"), int | float) and 0 <= lam <= 1:
             filled.setdefault("critic_lam", lam)
@@ -194,17 +199,17 @@ class AlgorithmSettings(Section, section="algorithm"):
 
     @property
     def advantages(self) -> AdvantageKind:
-        """How scores become advantages."""
+        """How advantages are computed from scores."""
         return ALGORITHMS[self.name].advantages
 
     @property
     def loss_row(self) -> LossRow:
-        """What the policy loss is made of."""
+        """The row of the policy loss in `LOSSES`, or that of your own function."""
         return LOSSES.get(self.loss, _OWN_LOSS)
 
     @property
     def uses_critic(self) -> bool:
-        """Whether there is a critic to train."""
+        """Whether the algorithm trains a critic."""
         return self.advantages == "gae"
 
     @property
@@ -214,19 +219,19 @@ class AlgorithmSettings(Section, section="algorithm"):
 
     @property
     def kl_reward_coef(self) -> float:
-        """Weight of the KL penalty in the rewards of tokens; 0 where it is in the loss."""
+        """Weight of the KL penalty in the rewards of tokens; 0 if it is in the loss."""
         return self.kl_coef if self.kl_in == "reward" else 0.0
 
     @property
     def kl_loss_coef(self) -> float:
-        """Weight of the KL term of the loss; 0 where the penalty is in the reward."""
+        """Weight of the KL term of the loss; 0 if the penalty is in the reward."""
         return self.kl_coef if self.kl_in == "loss" else 0.0
 
     def resolved(self, max_staleness: int) -> Self:
-        """Return the same settings with `correction` "auto" replaced by what it means at this bound.
+        """Return these settings with `correction` "auto" resolved for a staleness bound.
 
-        On-policy data needs none, unless the clip is as narrow as that of whole responses, so that the rounding of
-        another engine would reach it. A mask is there to catch what such engines do.
+        On-policy data needs no correction, with two exceptions: the clip range of sequence-level ratios is so narrow
+        that rounding in another engine would exceed it, and a mask is meant to catch the errors of such engines.
         """
         if self.correction != "auto":
             return self
@@ -244,23 +249,23 @@ class AlgorithmSettings(Section, section="algorithm"):
             rule = f"false {with_name} does not compare the samples of a prompt"
             yield "dynamic_sampling", rule, True, "Use dapo or grpo."
         if self.advantages == "group_over_mean" and self.kl_reward_coef:
-            rule = f'"loss" {with_name} divides by the mean score, which a penalty in the reward can make 0 or less'
-            yield "kl_in", rule, self.kl_in, "Leave it out."
+            rule = f'"loss" {with_name} divides by the mean score: a penalty in the reward can make that 0 or less'
+            yield "kl_in", rule, self.kl_in, "Remove it."
         if not self.uses_critic and (key := next((key for key in _OF_CRITIC if getattr(self, key)), None)):
             yield key, f"0 {with_name} has no critic", getattr(self, key), "Use ppo or vapo."
         if self.kl_target and not self.kl_loss_coef:
-            rule = '0 unless algorithm.kl_in is "loss" and algorithm.kl_coef, where it starts, above 0'
-            yield "kl_target", rule, self.kl_target, "Only the trainer, where the loss is, knows what all makers wrote."
+            rule = '0 unless algorithm.kl_in is "loss" and algorithm.kl_coef, the initial weight, is above 0'
+            yield "kl_target", rule, self.kl_target, "Set both, or remove it."
         with_loss = f'with algorithm.loss = "{self.loss}", which'
         if self.loss_row.ratio == "sequence" and self.normalization != "sequence":
             rule = f'"sequence" {with_loss} has ratios of whole responses'
-            yield "normalization", rule, self.normalization, "Leave it out."
+            yield "normalization", rule, self.normalization, "Remove it."
         if self.loss == "dppo" and self.correction == "decoupled":
-            rule = f'"none" {with_loss} weighs by its own ratio: importance weights would count it twice'
-            yield "correction", rule, "decoupled", "Leave it out."
+            rule = f'"none" {with_loss} already weights by its own ratio: importance weights would apply it twice'
+            yield "correction", rule, "decoupled", "Remove it."
         if self.importance == "mask" and (self.loss == "dppo" or self.correction == "none"):
             here = f"{with_loss} has its own mask" if self.loss == "dppo" else 'while algorithm.correction is "none"'
-            yield "importance", f'"truncate" {here}', "mask", "Leave one of them out."
+            yield "importance", f'"truncate" {here}', "mask", "Remove one of the two."
         if self.importance_floor > 0 and self.importance != "mask":
             rule = f'0 while algorithm.importance is "{self.importance}", which drops nothing'
             yield "importance_floor", rule, self.importance_floor, 'Set algorithm.importance to "mask".'

@@ -1,4 +1,4 @@
-"""The generate options: names of transformers' `generate`, checked before anything runs."""
+"""Options of transformers' `generate` that coati supports, validated before anything runs."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -11,20 +11,22 @@ from coati.errors import ConfigError, GenerateOptionError
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
-# Only the reference engine knows them. None of them changes what a token is drawn from.
+# Supported by the reference engine only. None of them changes the distribution of a token.
 _OF_THE_REFERENCE = ["max_time", "stopping_criteria", "use_cache"]
 Text = Annotated[str, Field(min_length=1)]
 
 
 class SamplingSettings(Section):
-    """How a token is drawn: settings of `[rollout]` that are options of `generate` too."""
+    """How a token is sampled: settings of `[rollout]` that are also options of `generate`."""
 
-    do_sample: bool = setting(True, "Sample; false = always the likeliest token.")
-    temperature: float = setting(1.0, "Divides the logits before sampling; 1.0 samples from the model as it is.", ge=0)
-    top_k: int = setting(0, "Sample among the k likeliest tokens; 0 = off.", ge=0)
+    do_sample: bool = setting(True, "Sample; false = greedy decoding.")
+    temperature: float = setting(
+        1.0, "Divides the logits before sampling; 1.0 = sample from the unmodified model.", ge=0
+    )
+    top_k: int = setting(0, "Sample from the k most likely tokens; 0 = off.", ge=0)
     top_p: float = setting(
         1.0,
-        "Sample among the likeliest tokens that hold this much probability.",
+        "Sample from the most likely tokens that add up to this probability.",
         remedy="Use 1.0 to keep every token.",
         gt=0,
         le=1,
@@ -32,11 +34,11 @@ class SamplingSettings(Section):
 
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         if self.do_sample and self.temperature == 0:
-            yield "temperature", "above 0 while do_sample is true", 0, "For greedy decoding set do_sample to false."
+            yield "temperature", "above 0 while do_sample is true", 0, "For greedy decoding, set do_sample to false."
 
 
 class GenerateOptions(SamplingSettings):
-    """Checked options. `do_sample` is True unless told otherwise: training learns from samples.
+    """Validated options. Unlike in transformers, `do_sample` is True by default, because training needs samples.
 
     >>> GenerateOptions.parse(max_new_tokens=8, top_k=50).top_k
     50
@@ -46,18 +48,18 @@ class GenerateOptions(SamplingSettings):
     max_length: int | None = setting(None, ge=2)
     max_new_tokens: int | None = setting(None, ge=1)
     eos_token_id: Any = None
-    """One token or several."""
+    """One token id or several."""
     pad_token_id: int | None = None
-    stop_strings: tuple[Text, ...] = setting((), rule="a list of texts, none empty", strict=False)
-    """A response ends with the token that completes one of these; that token is part of it."""
+    stop_strings: tuple[Text, ...] = setting((), rule="a list of non-empty strings", strict=False)
+    """A response ends with the token that completes one of these strings, and includes that token."""
     tokenizer: Any = None
-    """Tells what text tokens stand for, for `stop_strings`. A run uses its own."""
+    """Decodes tokens to find `stop_strings`. A run uses its own tokenizer."""
     extra: dict[str, Any] = setting({})
-    """Options that only the reference engine knows."""
+    """Options that only the reference engine supports."""
 
     @classmethod
     def parse(cls, **options: Any) -> "GenerateOptions":
-        """Check names and values; GenerateOptionError names the option, the rule, the value and the remedy."""
+        """Validate names and values. GenerateOptionError has the option, the rule, the value and the remedy."""
         chosen: dict[str, Any] = {}
         for name, value in options.items():
             if name not in KNOWN_OPTIONS:
@@ -65,8 +67,8 @@ class GenerateOptions(SamplingSettings):
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise GenerateOptionError(
                     f"unknown generate option {name}={value!r}.{hint} Known options: {', '.join(KNOWN_OPTIONS)}. "
-                    "Others of transformers are not supported: with beams, penalties or forced tokens, responses would "
-                    "not be samples of the policy, as which training treats them."
+                    "Other transformers options are not supported: with beams, penalties or forced tokens, responses "
+                    "would not be samples of the policy, as training assumes."
                 )
             if value is not None:
                 chosen[name] = value
@@ -83,40 +85,40 @@ class GenerateOptions(SamplingSettings):
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         yield from super()._conflicts()
         if self.tokenizer is not None and not hasattr(self.tokenizer, "decode"):
-            remedy = "Leave it out in a config: the run's own is used."
+            remedy = "Remove it from the config: a run uses its own tokenizer."
             yield "tokenizer", "a tokenizer object", self.tokenizer, remedy
 
     @property
     def sampling_temperature(self) -> float:
-        """Temperature of the distribution that log-probs refer to: 1 for greedy text."""
+        """Temperature of the distribution that log-probs refer to; 1 for greedy decoding."""
         return float(self.temperature) if self.do_sample else 1.0
 
     def with_tokenizer(self, tokenizer: Any) -> "GenerateOptions":
-        """Fill in the tokenizer that stop strings need; one that was passed as an option wins."""
+        """Return these options with the tokenizer for stop strings, unless one was passed as an option."""
         if not self.stop_strings or self.tokenizer is not None:
             return self
         if tokenizer is None:
             raise GenerateOptionError(
-                f"generate option stop_strings={list(self.stop_strings)!r} needs a tokenizer, and the reward has none. "
+                f"generate option stop_strings={list(self.stop_strings)!r} needs a tokenizer, but the reward has none. "
                 "Pass the option tokenizer as well."
             )
         return self.model_copy(update={"tokenizer": tokenizer})
 
     def new_token_limit(self, num_prompt_tokens: int) -> int:
-        """How many tokens may follow a prompt of this length, by max_new_tokens and max_length."""
+        """Return the maximum response length for a prompt length, from max_new_tokens and max_length."""
         by_length = None if self.max_length is None else self.max_length - num_prompt_tokens
         limits = [limit for limit in (self.max_new_tokens, by_length) if limit is not None]
         return min(limits, default=DEFAULT_MAX_NEW_TOKENS)
 
     def eos_token_ids(self, model: Any) -> tuple[int, ...]:
-        """End-of-sequence tokens: the option, else the model's generation config, else its config."""
+        """Return the end-of-sequence tokens: the option, else the model's generation config, else its config."""
         for value in (self.eos_token_id, *_saved_values(model, "eos_token_id")):
             if value is not None:
                 return (int(value),) if isinstance(value, int) else tuple(int(token) for token in value)
         return ()
 
     def pad_token(self, model: Any) -> int:
-        """Padding token: the option, else the model's, else end-of-sequence, else 0. Always masked."""
+        """Return the padding token: the option, else the model's, else end-of-sequence, else 0. Always masked."""
         for value in (self.pad_token_id, *_saved_values(model, "pad_token_id")):
             if value is not None and int(value) >= 0:
                 return int(value)
@@ -124,11 +126,11 @@ class GenerateOptions(SamplingSettings):
 
 
 KNOWN_OPTIONS = tuple(sorted({*GenerateOptions.model_fields, *_OF_THE_REFERENCE} - {"extra"}))
-"""Every option that is understood."""
+"""All supported options."""
 
 
 def _saved_values(model: Any, name: str) -> tuple[Any, Any]:
-    """What the model's generation config and its config say."""
+    """Return the values in the model's generation config and in its config."""
     return (
         getattr(getattr(model, "generation_config", None), name, None),
         getattr(getattr(model, "config", None), name, None),
@@ -136,13 +138,13 @@ def _saved_values(model: Any, name: str) -> tuple[Any, Any]:
 
 
 def options_problem(engine: str, options: GenerateOptions) -> str | None:
-    """Why an engine of this name does not generate with these options; None if it does."""
+    """Return why an engine does not support these options, or None if it does."""
     if options.extra and engine != "reference":
-        return f"only the reference engine knows the generate option {', '.join(sorted(options.extra))}"
+        return f"only the reference engine supports the generate option {', '.join(sorted(options.extra))}"
     return None
 
 
-# What the native engine's decoder computes.
+# Architectures that the native engine's decoder implements.
 _NATIVE_ARCHITECTURES = (
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
@@ -155,9 +157,9 @@ _NATIVE_ARCHITECTURES = (
     "GPT2LMHeadModel",
     "OPTForCausalLM",
 )
-# Rotary embeddings that depend on nothing but the position. Others change with the length of the text.
+# Rotary embeddings that depend only on the position. Others change with the sequence length.
 _STATIC_ROPE = ("default", "linear", "llama3")
-# Settings that it computes with this value only.
+# Model settings of which the decoder supports only this value.
 _NATIVE_SETTINGS = {
     "pretraining_tp": 1,
     "add_cross_attention": False,
@@ -170,12 +172,12 @@ _NATIVE_SETTINGS = {
 
 
 def native_engine_problem(model_config: Mapping[str, Any], options: GenerateOptions) -> str | None:
-    """Why the native engine hands this model or these options to the reference engine; None if it does not.
+    """Return why the native engine does not support this model or these options, or None if it does.
 
-    `model_config` is what `config.json` of the model holds, so that a plan can ask before anything is loaded.
+    `model_config` is the content of the model's `config.json`, so that a plan needs no loaded model.
 
     >>> native_engine_problem({"architectures": ["GPT2LMHeadModel"], "add_cross_attention": True}, GenerateOptions())
-    'add_cross_attention is True, and the native engine knows False only'
+    'add_cross_attention is True, but the native engine supports only False'
     """
     if (problem := options_problem("native", options)) is not None:
         return problem
@@ -183,13 +185,15 @@ def native_engine_problem(model_config: Mapping[str, Any], options: GenerateOpti
     if architecture not in _NATIVE_ARCHITECTURES:
         return f"{architecture} is not one of {', '.join(_NATIVE_ARCHITECTURES)}"
     rope = model_config.get("rope_parameters") or model_config.get("rope_scaling") or {}
-    for one in [part for part in rope.values() if isinstance(part, Mapping)] or [rope]:  # kinds of layers may have own
+    for one in [part for part in rope.values() if isinstance(part, Mapping)] or [
+        rope
+    ]:  # layer types may have their own
         kind = one.get("rope_type", one.get("type", "default"))
         if kind not in _STATIC_ROPE:
-            return f"its rotary embedding is {kind!r}, and the native engine knows {', '.join(_STATIC_ROPE)}"
+            return f"its rotary embedding is {kind!r}, but the native engine supports only {', '.join(_STATIC_ROPE)}"
     for name, known in _NATIVE_SETTINGS.items():
         if (value := model_config.get(name)) not in (None, known):
-            return f"{name} is {value!r}, and the native engine knows {known!r} only"
+            return f"{name} is {value!r}, but the native engine supports only {known!r}"
     if (width := model_config.get("word_embed_proj_dim")) not in (None, model_config.get("hidden_size")):
-        return f"its embeddings have {width} dimensions (word_embed_proj_dim), other than its layers"
+        return f"its embeddings have another width (word_embed_proj_dim = {width}) than its layers"
     return None

@@ -10,54 +10,54 @@ from coati.config.sections import Texts
 
 
 class RewardSource(Section):
-    """A reward: a function or a model."""
+    """A source of scores: a function or a model."""
 
     function: str = setting(
         "",
-        'A function over text: one of the library (docs/rewards.md), or your own as "module:function".',
-        rule='a name of the library, "module:function", or empty',
+        'A reward function: a built-in one (docs/rewards.md), or your own as "module:function".',
+        rule='the name of a built-in reward, "module:function", or empty',
         remedy='For praise() in rewards.py write "rewards:praise".',
         pattern=r"^([a-z]+(-[a-z]+)*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)?$",
     )
     options: dict[str, Any] = setting({}, "Options of the function.", rule="a table of options")
     columns: dict[str, str] = setting(
         {},
-        "Columns of the dataset that a parameter of the function takes, where their names differ.",
+        "Maps parameters of the function to dataset columns with other names.",
         rule='a table such as { answer = "solution" }',
     )
     messages: bool = setting(
-        False, "Your function gets lists of chat messages, as TRL passes for chat prompts, in place of texts."
+        False, "Pass your function lists of chat messages instead of strings, as TRL does for chat prompts."
     )
-    model: str = setting("", "A reward model: a path or hub name.")
+    model: str = setting("", "A reward model, as a path or hub name.")
 
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         if self.messages and (self.model or (self.function and ":" not in self.function)):
-            yield "messages", "false", True, "Only functions of your own take messages."
+            yield "messages", "false unless function is your own", True, "Remove it."
         for key in secrets_in(self.options, "options"):
-            remedy = "Keep it in an environment variable, and have the option name that: settings are written down."
-            yield key, "left out", "***", remedy
+            remedy = "Keep the secret in an environment variable, and pass the name of the variable as the option."
+            yield key, "unset, because settings are saved to files", "***", remedy
 
 
 class RewardTerm(RewardSource):
     """One term of a weighted sum in `reward.terms`."""
 
-    weight: float = setting(1.0, "Factor of this term; a negative one is a penalty.")
-    name: str = setting("", "What metrics call it; empty = the function's or the model folder's name.")
+    weight: float = setting(1.0, "Weight of this term; negative for a penalty.")
+    name: str = setting("", "Name of the term in metrics; empty = the name of the function or of the model's folder.")
 
     @property
     def label(self) -> str:
-        """What metrics and errors call it: its name, its function, or the last part of the model's path."""
+        """Name in metrics and errors: `name`, else the function, else the last part of the model's path."""
         return self.name or self.function.rpartition(":")[2] or self.model.rstrip("/").rpartition("/")[2]
 
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         yield from super()._conflicts()
         if bool(self.function) == bool(self.model):
             both = ["function", "model"] if self.function else []
-            yield "", "given as exactly one of function and model", both, "Write one term for each reward."
+            yield "", "given as exactly one of function and model", both, "Use one term per reward."
 
 
 class RewardSettings(RewardSource, section="reward"):
-    """`[reward]`: what a response is worth. Exactly one of `function`, `model` and `terms`."""
+    """`[reward]`: how responses are scored. Set exactly one of `function`, `model` and `terms`."""
 
     terms: tuple[RewardTerm, ...] = setting(
         (),
@@ -66,25 +66,27 @@ class RewardSettings(RewardSource, section="reward"):
         remedy='For example reward.terms = [{ function = "rewards:praise", weight = 0.5 }].',
         strict=False,
     )
-    timeout_seconds: float = setting(120.0, "Longest that a reward function may take for one batch.", gt=0)
-    retries: int = setting(1, "How often a function that raises or hangs is called again with what it failed on.", ge=0)
+    timeout_seconds: float = setting(120.0, "Timeout for one call of a reward function on a batch.", gt=0)
+    retries: int = setting(
+        1, "Number of retries of a function that raises or hangs, on the samples that it failed on.", ge=0
+    )
     max_quarantined: int = setting(
         64,
-        "Groups that a maker may leave out because the function fails on a sample of theirs; one more ends the run.",
+        "Maximum groups that a maker drops because the function fails on one of their samples; one more ends the run.",
         ge=0,
     )
     isolation: Literal["thread", "process"] = setting(
         "thread",
-        "Where your functions run: on a thread of the maker, or in a child process that can be killed. Those of the "
-        "library run where they should.",
+        "Where your functions run: in a thread of the maker, or in a child process that can be killed. Built-in "
+        "verifiers always use a process, and built-in clients of services a thread.",
     )
-    memory_mib: int = setting(8192, "Address space of a child process, in MiB; 0 = unlimited.", ge=0)
-    network: bool = setting(False, "Whether a child process may use the network.")
-    environment: Texts = setting((), "Further environment variables that reach a child process, by name.")
+    memory_mib: int = setting(8192, "Maximum address space of a child process, in MiB; 0 = unlimited.", ge=0)
+    network: bool = setting(False, "Allow child processes to use the network.")
+    environment: Texts = setting((), "Names of further environment variables to pass to child processes.")
     search_paths: Texts = setting(
         (),
-        "Folders where modules of reward functions are looked for, before the working directory; left out, the folder "
-        "of the TOML file.",
+        "Folders to search for modules of reward functions, before the working directory; if unset, the folder of the "
+        "TOML file.",
     )
 
     @property
@@ -94,7 +96,7 @@ class RewardSettings(RewardSource, section="reward"):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """The environment variables that hold the keys of services which the rewards ask."""
+        """Names of the environment variables with the API keys of the rewards."""
         return tuple(name for part in self.parts if (name := str(part.options.get("api_key_env", ""))))
 
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
@@ -102,7 +104,7 @@ class RewardSettings(RewardSource, section="reward"):
         ways = [key for key in ("function", "model", "terms") if getattr(self, key)]
         if len(ways) != 1:
             remedy = (
-                "Give one (--set reward.terms=[] removes a file's terms); to add rewards up, list them in reward.terms."
+                "Set one (--set reward.terms=[] removes a file's terms). To add rewards up, list them in reward.terms."
             )
             yield "", "given as exactly one of function, model and terms", ways, remedy
         labels = [term.label for term in self.terms]

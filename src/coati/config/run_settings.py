@@ -1,6 +1,6 @@
-"""All settings of a run in one frozen object, from a TOML file or a table and overrides, and back to TOML.
+"""All settings of a run in one frozen object: loaded from a TOML file or a dict, with overrides, and dumped as TOML.
 
-`[[eval]]` is here because a set has prompts, rollout and reward of its own, as the run does.
+`[[eval]]` is defined here because, like the run, an evaluation set has prompts, rollout and reward.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from coati.config.sections import (
 )
 from coati.errors import ConfigError
 
-# Settings that name a file, a folder, or something on the hub.
+# Settings that are paths or hub names.
 _SOURCE = re.compile(
     r"(^|\.)(model\.(path|reference|tokenizer|critic)|prompts\.path|reward(\.terms\[\d+\])?\.model|search_paths\[\d+\])$"
 )
-Overrides = Sequence[str] | Mapping[str, Any]  # texts, section.key=value each, or a table
+Overrides = Sequence[str] | Mapping[str, Any]  # strings section.key=value, or a dict
 Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Strict(False)]  # a list in TOML
 
 
 def change_paths(table: Any, change: Callable[[str, str], str], *, inside: str = "") -> None:
-    """Replace every path or hub name in a table of sections, sound or not, by `change(setting, path)`."""
+    """Replace every path or hub name in a table of sections, valid or not, by `change(setting, path)`."""
     for key, value in list(table.items() if isinstance(table, dict) else enumerate(table)):
         where = f"{inside}[{key}]" if isinstance(table, list) else f"{inside}.{key}".removeprefix(".")
         if isinstance(value, tuple):
@@ -53,69 +53,73 @@ def change_paths(table: Any, change: Callable[[str, str], str], *, inside: str =
 
 
 class EvalSettings(Section, section="eval"):
-    """`[[eval]]`: prompts that are not trained on, how they are sampled and scored, and when."""
+    """`[[eval]]`: prompts for evaluation, how they are sampled and scored, and when."""
 
     name: str = setting(
         ...,
-        "What metrics and files call the set.",
-        rule="a text of lower-case letters, digits, '_' and '-'",
+        "Name of the set in metrics and files.",
+        rule="a string of lower-case letters, digits, '_' and '-'",
         remedy='For example name = "held-out".',
         pattern=r"^[a-z0-9][a-z0-9_-]*$",
     )
     prompts: PromptSettings = setting(
         ...,
-        "Keys of [prompts]; shuffle has no effect.",
+        "Same keys as [prompts]; shuffle has no effect.",
         rule="a table",
         remedy='For example prompts = { path = "held_out.jsonl" }.',
     )
     rollout: RolloutSettings = setting(
-        RolloutSettings(), "Keys of [rollout]; what is left out is as in [rollout].", rule="a table"
+        RolloutSettings(), "Same keys as [rollout]; unset ones are taken from there.", rule="a table"
     )
-    reward: RewardSettings = setting(..., "Keys of [reward]; left out, that is the reward.", rule="a table")
-    max_prompts: int = setting(0, "Use only so many prompts, the first ones; 0 = all.", ge=0)
+    reward: RewardSettings = setting(..., "Same keys as [reward]; if unset, the reward of the run.", rule="a table")
+    max_prompts: int = setting(0, "Maximum number of prompts, from the start of the dataset; 0 = all.", ge=0)
     pass_at: Counts = setting(
-        (), "The k of pass@k; empty = 1 and rollout.samples_per_prompt.", rule="a list of whole numbers, 1 or more"
+        (),
+        "Values of k for pass@k; empty = 1 and rollout.samples_per_prompt.",
+        rule="a list of whole numbers of at least 1",
     )
-    pass_score: float = setting(1.0, "A sample passes if its score is this or more.")
+    pass_score: float = setting(1.0, "A sample passes if its score is at least this.")
     before: bool = setting(True, "Evaluate the initial model, before training.")
-    every: int = setting(0, "Evaluate every so many weight versions; 0 = not while training.", ge=0)
+    every: int = setting(0, "Number of weight versions between evaluations during training; 0 = none.", ge=0)
     at_end: bool = setting(True, "Evaluate the final model.")
     best_by: str = setting(
-        "", "Keep the model with the greatest value of this metric, such as avg@1 or pass@8, in best/; empty = no."
+        "", "Keep the model with the highest value of this metric, such as avg@1 or pass@8, in best/; empty = off."
     )
     patience: int = setting(
-        0, "Stop the run after so many evaluations in a row that were not better by best_by; 0 = never.", ge=0
+        0, "Stop the run after this many evaluations in a row without an improvement of best_by; 0 = never.", ge=0
     )
-    seed: int = setting(0, "Keys the draws, which are the same for all versions and runs.", ge=0, lt=2**63)
+    seed: int = setting(
+        0, "Seed of the samples. The random draws are the same for all versions and runs.", ge=0, lt=2**63
+    )
 
     @property
     def ks(self) -> list[int]:
-        """The k of every pass@k."""
+        """Values of k for pass@k, ascending."""
         return sorted(set(self.pass_at or (1, self.rollout.samples_per_prompt)))
 
     @property
     def metrics(self) -> list[str]:
-        """Names of what is estimated."""
+        """Names of the estimated metrics."""
         return [f"avg@{self.rollout.samples_per_prompt}", *(f"pass@{k}" for k in self.ks)]
 
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         most = self.rollout.samples_per_prompt
         if self.pass_at and max(self.pass_at) > most:
             rule = f"at most rollout.samples_per_prompt ({most})"
-            yield "pass_at", rule, self.pass_at, "Sample more of each prompt, or leave the greater k out."
+            yield "pass_at", rule, self.pass_at, "Raise rollout.samples_per_prompt of the set, or remove the larger k."
         if self.best_by and self.best_by not in self.metrics:
             yield (
                 "best_by",
                 f"one of {', '.join(self.metrics)}",
                 self.best_by,
-                "Add the k to pass_at, or set rollout.samples_per_prompt of the set.",
+                "Add this k to pass_at, or set rollout.samples_per_prompt of the set.",
             )
         if self.patience and not (self.best_by and self.every):
-            yield "patience", "0 unless best_by and every are set", self.patience, "Set both, or leave it out."
+            yield "patience", "0 unless best_by and every are set", self.patience, "Set both, or remove it."
 
 
 class RunSettings(Section):
-    """Every setting of a run, made by `load_config` or `build_config`."""
+    """All settings of a run, from `load_config` or `build_config`."""
 
     run: GeneralSettings = GeneralSettings()
     model: ModelSettings
@@ -132,38 +136,38 @@ class RunSettings(Section):
 
     @property
     def output_folder(self) -> Path:
-        """Where everything the run writes goes."""
+        """Folder for everything that the run writes."""
         return Path(self.run.output or f"runs/{self.run.name}")
 
     @property
     def reference_path(self) -> str | None:
-        """The model that the KL is measured against; None where nothing needs it and `model.reference` names none."""
+        """The reference model for the KL; None if no KL is needed and `model.reference` is empty."""
         return self.model.reference or (self.model.path if self.algorithm.kl_coef else None)
 
     @property
     def tokenizer_path(self) -> str:
-        """Where the tokenizer is loaded from."""
+        """Path or hub name of the tokenizer."""
         return self.model.tokenizer or self.model.path
 
     @property
     def reward_search_paths(self) -> list[Path]:
-        """Folders where modules of reward functions are looked for, first to last."""
+        """Folders to search for modules of reward functions, in order."""
         return [*map(Path, self.reward.search_paths), Path.cwd()]
 
     @property
     def input_paths(self) -> dict[str, str]:
-        """The models, prompts and folders of functions that the run reads, by setting: paths and hub names."""
+        """Paths and hub names of the models, prompts and search folders that the run reads, by setting."""
         found: dict[str, str] = {}
         change_paths(self.model_dump(), lambda key, path: found.setdefault(key, path))
         return found
 
     def for_evaluation(self, one: EvalSettings) -> Self:
-        """The settings under which a set is sampled and scored: its own prompts, rollout and reward."""
+        """Return these settings with the prompts, rollout and reward of an evaluation set."""
         own = {"prompts": one.prompts.model_copy(update={"shuffle": False}), "rollout": one.rollout}
         return self.model_copy(update={**own, "reward": one.reward})
 
     def with_absolute_paths(self) -> Self:
-        """Return the same settings with local paths made absolute, so that they mean the same in any process."""
+        """Return these settings with absolute local paths, so that they are valid in any working directory."""
 
         def absolute(_key: str, path: str) -> str:
             place = Path(path).expanduser()
@@ -172,58 +176,59 @@ class RunSettings(Section):
         sections = self.model_dump()
         change_paths(sections, absolute)
         for table in (sections["reward"], *(one["reward"] for one in sections["eval"])):
-            table["search_paths"] = list(dict.fromkeys([*table["search_paths"], str(Path.cwd())]))  # none twice
+            table["search_paths"] = list(dict.fromkeys([*table["search_paths"], str(Path.cwd())]))  # without duplicates
         return type(self).model_validate(sections)
 
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         dtype = self.model.dtype
         if self.topology.update_lora_weights and not self.lora.rank:
-            remedy = "Set lora.rank, for example to 8, or send all weights."
+            remedy = "Set lora.rank, for example to 8, or set topology.update_lora_weights to false."
             yield "topology.update_lora_weights", "false while lora.rank is 0", True, remedy
         if self.train.mixed_precision and dtype != "bfloat16":
-            remedy = 'Set model.dtype to "bfloat16", the format that is computed in.'
+            remedy = 'Set model.dtype to "bfloat16", the compute format.'
             yield "train.mixed_precision", f'false while model.dtype is "{dtype}"', True, remedy
         for key in ("gpus_per_maker", "gpus_per_trainer"):
             if self.model.device == "cpu" and (share := getattr(self.topology, key)):
-                remedy = 'Set it to 0, or model.device to "auto".'
+                remedy = 'Set it to 0, or set model.device to "auto".'
                 yield f"topology.{key}", '0 while model.device is "cpu"', share, remedy
         if (warmup := self.algorithm.critic_warmup_steps) >= (steps := self.train.optimizer_steps):
             rule = f"less than the optimizer steps of the run (train.total_steps × train.epochs = {steps})"
-            yield "algorithm.critic_warmup_steps", rule, warmup, "The policy would learn nothing."
+            yield "algorithm.critic_warmup_steps", rule, warmup, "Lower it, or the policy is never trained."
         yield from self._sampling_conflicts()
         yield from self._group_conflicts()
         yield from self._eval_conflicts()
 
     def _eval_conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Makers evaluate with the engine that they have, and a run has one best model."""
+        """Check that sets use the makers' engine, have different names, and keep at most one best model."""
         names, best = [one.name for one in self.eval], [one.name for one in self.eval if one.best_by]
         if len(set(names)) < len(names):
             yield "eval", "sets with different names", names, "Give each its own name."
-        remedy = "Makers have one engine: leave it out."
         for index, one in enumerate(self.eval):
             if one.rollout.engine != self.rollout.engine:
-                yield f"eval[{index}].rollout.engine", "that of [rollout]", one.rollout.engine, remedy
+                remedy = "Makers have only one engine. Remove the setting."
+                yield f"eval[{index}].rollout.engine", "the same as in [rollout]", one.rollout.engine, remedy
             options, of_run = (GenerateOptions.parse(**some.generate_options) for some in (one.rollout, self.rollout))
-            # Options of the run that the native engine does not know make it the reference engine.
+            # The native engine falls back to the reference engine if it does not support an option of the run.
             engine = "reference" if self.rollout.engine == "native" and of_run.extra else self.rollout.engine
             if (problem := options_problem(engine, options)) is not None:
-                remedy = 'Leave it out, or set rollout.engine to "reference", which is slower.'
-                yield f"eval[{index}].rollout", f"options that the engine takes ({problem})", one.name, remedy
+                remedy = 'Remove the option, or set rollout.engine to "reference", which is slower.'
+                yield f"eval[{index}].rollout", f"options that the engine supports ({problem})", one.name, remedy
         if len(best) > 1:
-            yield "eval", "sets of which at most one has best_by", best, "There is one best/ folder: choose one."
+            remedy = "There is only one best/ folder: choose one set."
+            yield "eval", "sets of which at most one has best_by", best, remedy
 
     def _sampling_conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Importance weights compare whole distributions: none makes up for tokens that could not be drawn."""
+        """Reject truncated sampling with off-policy correction: importance weights need the whole distribution."""
         options, algorithm, staleness = self.rollout.generate_options, self.algorithm, self.topology.max_staleness
         is_weighted = algorithm.correction != "none" and (staleness or algorithm.resolved(0).correction == "decoupled")
         for key, off in {"top_k": 0, "top_p": 1.0, "min_p": 0.0}.items():
             if is_weighted and self.rollout.do_sample and (value := options.get(key, off)) != off:
-                rule = f"{off} while old data is corrected: nothing corrects for tokens that could not be drawn"
+                rule = f"{off} while stale data is corrected: no weight makes up for tokens that could not be sampled"
                 remedy = 'Lower rollout.temperature instead, or set algorithm.correction to "none" to accept the bias.'
                 yield f"rollout.{'generate.' * (key == 'min_p')}{key}", rule, value, remedy
 
     def _group_conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Samples that are compared with each other are made together, and every version takes whole groups."""
+        """Check that groups have at least two samples, and that every version takes whole groups."""
         key, size, train = "rollout.samples_per_prompt", self.rollout.samples_per_prompt, self.train
         named = f'with algorithm.name = "{self.algorithm.name}"'
         if not self.algorithm.uses_groups:
@@ -235,19 +240,19 @@ class RunSettings(Section):
             if (samples := steps * train.batch_size) % size:
                 rule = (
                     f"a divisor of train.{name} × train.batch_size ({steps} × {train.batch_size} = {samples}) {named}, "
-                    "so that every trainer takes whole groups for a weight version"
+                    "so that every trainer takes whole groups for each weight version"
                 )
                 yield key, rule, size, f"Make train.batch_size a multiple of {size}."
                 return
 
 
 def load_config(path: Path | None, overrides: Overrides = ()) -> RunSettings:
-    """Read settings from a TOML file (or none), apply overrides, check everything.
+    """Read settings from a TOML file (or none), apply overrides and validate everything.
 
-    Relative paths in the file count from its folder if they exist there, else from the working directory. Two defaults
-    depend on the file: `run.name` (its stem) and `reward.search_paths` (its folder). Overrides are `section.key=value`
-    each, the value in TOML's spelling (what is not TOML counts as a bare text), or a table of them, nested or with dots
-    in its keys. ConfigError has one line per problem.
+    Relative paths in the file are relative to its folder if they exist there, else to the working directory. Two
+    defaults depend on the file: `run.name` (its stem) and `reward.search_paths` (its folder). Overrides are strings
+    `section.key=value`, with a TOML value or an unquoted string, or a dict, nested or with dotted keys. Raises
+    ConfigError with one line per problem.
 
     >>> load_config(None, ["model.path=m", "prompts.path=p.jsonl", "reward.model=r", "train.epochs=2"]).train.epochs
     2
@@ -265,13 +270,13 @@ def load_config(path: Path | None, overrides: Overrides = ()) -> RunSettings:
 
 
 def build_config(data: Mapping[str, Any], overrides: Overrides = (), *, source: str = "") -> RunSettings:
-    """Turn a table of sections into checked settings; `source` is named in errors, the rest is as in `load_config`."""
+    """Validate a table of sections, with overrides as in `load_config`. Errors name `source`."""
     sections = copy.deepcopy(dict(data))
     for key, value in parse_overrides(overrides).items():
         _apply_override(sections, key, value)
     for name, field in RunSettings.model_fields.items():
         if field.is_required():
-            sections.setdefault(name, {})  # so that the error names the settings that are missing
+            sections.setdefault(name, {})  # so that the error names the missing settings
     sets = sections.get("eval")
     for table in sets if isinstance(sets, list | tuple) else ():
         if isinstance(table, dict):
@@ -280,7 +285,7 @@ def build_config(data: Mapping[str, Any], overrides: Overrides = (), *, source: 
         return RunSettings.model_validate(sections)
     except ValidationError as error:
         problems = describe(RunSettings, error)
-    of_run = [problem for problem in problems if "eval[" not in problem]  # sets take some of them over
+    of_run = [problem for problem in problems if "eval[" not in problem]  # sets inherit some of them
     problems = of_run + [one for one in problems if "eval[" in one and re.sub(r"eval\[\d+\]\.", "", one) not in of_run]
     where = f" in {source}{' with --set' if overrides else ''}" if source else ""
     noun = "setting is" if len(problems) == 1 else "settings are"
@@ -289,7 +294,7 @@ def build_config(data: Mapping[str, Any], overrides: Overrides = (), *, source: 
 
 
 def _inherit(table: dict[str, Any], sections: Mapping[str, Any]) -> None:
-    """Fill in what an evaluation set takes from the run: how to sample, and the reward or where to look for its own."""
+    """Fill in what an evaluation set inherits: rollout settings, and the reward or its search paths."""
     rollout, reward = sections.get("rollout", {}), sections["reward"]
     if isinstance(rollout, dict) and isinstance(own := table.setdefault("rollout", {}), dict):
         table["rollout"] = {**rollout, **own}
@@ -299,7 +304,7 @@ def _inherit(table: dict[str, Any], sections: Mapping[str, Any]) -> None:
 
 
 def dump_config(config: RunSettings) -> str:
-    """Return TOML text with every setting written out; `load_config` reads it back to equal settings."""
+    """Return all settings as TOML, which `load_config` reads back to equal settings."""
     return tomli_w.dumps(config.model_dump())
 
 
@@ -308,22 +313,22 @@ def _read_toml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         is_gone = isinstance(error, FileNotFoundError)
-        problem = "does not exist" if is_gone else f"must be a settings file in TOML, UTF-8 text: {error}"
+        problem = "does not exist" if is_gone else f"must be a TOML file in UTF-8: {error}"
         raise ConfigError(
-            f"{path} {problem} (working directory: {Path.cwd()}). Check the path; examples/film/run.toml is a file to "
-            "start from."
+            f"{path} {problem} (working directory: {Path.cwd()}). Check the path. For an example, see "
+            "examples/film/run.toml."
         ) from None
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
-            f"{path} is not valid TOML: {error}. Check that line, and lists before it, which end with ]. Texts need "
-            "quotes, tables look like [train], and nothing is set twice (algorithm = and [algorithm], for example)."
+            f"{path} is not valid TOML: {error}. Check that line, and lists before it for a missing ]. Strings need "
+            "quotes, tables look like [train], and no key may be set twice (such as algorithm = and [algorithm])."
         ) from None
 
 
 def parse_overrides(overrides: Overrides) -> dict[str, Any]:
-    """Return the values of settings, by their names with dots."""
+    """Return overrides as a dict from dotted keys to values."""
     values: dict[str, Any] = {}
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():
@@ -342,7 +347,7 @@ def parse_overrides(overrides: Overrides) -> dict[str, Any]:
 def _apply_override(data: dict[str, Any], key: str, value: Any) -> None:
     override, parts = key if value is None else f"{key}={value}", key.split(".")
     if parts == ["algorithm"]:
-        parts.append("name")  # the short way, as in the file
+        parts.append("name")  # the short form, as in a file
     if value is None or len(parts) < 2 or not all(parts):
         raise ConfigError(
             f"An override must be section.key=value, got {override!r}. For example train.total_steps=200."

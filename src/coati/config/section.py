@@ -1,4 +1,4 @@
-"""How settings are declared and checked, and what is wrong with them in words: key, rule, value and remedy."""
+"""Declare and validate settings. Error messages have the key, the rule, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from coati.errors import ConfigError
 
-# What TRL, verl and OpenRLHF call the settings that people change most; docs/from-trl.md has more of TRL's.
+# Names of common settings in TRL, verl and OpenRLHF; docs/from-trl.md lists more of TRL's.
 _FOREIGN_NAMES = {
     "lr": "train.actor_lr",
     "learning_rate": "train.actor_lr",
@@ -32,16 +32,16 @@ _FOREIGN_NAMES = {
     "report_to": "logging.trackers",
     "wandb": "logging.trackers.wandb",
 }
-# Options, and parts of addresses, that hold what must not be in a file.
+# Names of options, and parts of addresses, that hold secrets, which must not be written to files.
 SECRET_NAME = r"api_?key$|(^|_)(access|api|auth|bearer)_?token$|^authorization$|secret|password"
 _SECRET_IN_ADDRESS = re.compile(r"://[^/\s]*@|[?&]\w*(token|key|secret|password)=", re.IGNORECASE)
-# Texts that are values of other types but for their quotes, by pydantic's name of the error.
+# Strings that are valid without their quotes, by the type of the pydantic error.
 _UNQUOTED = {"int_type": r"-?\d+", "float_type": r"-?\d+(\.\d+)?(e-?\d+)?", "bool_type": "true|false"}
-_CLOSE = 0.75  # how much of two names must be alike for one to be a misspelling of the other
+_CLOSE = 0.75  # similarity from which one name counts as a misspelling of another
 
 
 def secrets_in(options: Mapping[Any, Any], path: str, names: str = SECRET_NAME) -> Iterator[str]:
-    """Yield the keys of options, in tables of any depth, that hold a secret by their names, or an address with one."""
+    """Yield the keys of nested options that hold a secret by their name, or whose value is an address with one."""
     for name, value in options.items():
         if isinstance(value, Mapping):
             yield from secrets_in(value, f"{path}.{name}", names)
@@ -50,38 +50,39 @@ def secrets_in(options: Mapping[Any, Any], path: str, names: str = SECRET_NAME) 
 
 
 def setting(default: Any = ..., about: str = "", *, rule: str = "", remedy: str = "", **constraints: Any) -> Any:
-    """Declare a field. `rule` says what it must be where pydantic would not say it well, `remedy` how to correct it."""
+    """Declare a field. In errors, `rule` replaces pydantic's description of valid values, and `remedy` is the fix."""
     return Field(default, description=about, json_schema_extra={"rule": rule, "remedy": remedy}, **constraints)
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversion (`"5"` is not 5), no NaN."""
+    """Base class of sections: frozen, no unknown keys, no implicit conversion (`"5"` is not 5), no NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     section: ClassVar[str] = ""
-    """What a file calls it; empty for what is not a section of a file."""
+    """Name of the section in a file; empty for classes that are not a section."""
 
     def __init_subclass__(cls, section: str = "", **kwargs: Any) -> None:
-        """Note the name that a file has for this section."""
+        """Register the class under the name of its section."""
         super().__init_subclass__(**kwargs)
         cls.section = section
         if section:
             _SECTIONS[section] = cls
 
     def __init__(self, **values: Any) -> None:
-        """Take settings by keyword; ConfigError says what is wrong with them, one line per problem."""
+        """Take settings by keyword. Raises ConfigError with one line per problem."""
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError("\n".join(describe(type(self), error))) from None
 
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # validating a table does not go through it
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # so that validating a table skips it
 
     def with_arguments(self, where: str, **arguments: tuple[str, Any, Any]) -> Self:
-        """Put arguments of a signature into these settings: each a field, the value that came and its default.
+        """Return these settings with arguments of a function, given as (field, value, default of the argument).
 
-        One that is not its default, and differs from a field that was set here, is a ConfigError, which says `where`.
+        An argument sets a field that is unset here. Raises ConfigError, naming the section as `where`, if a non-default
+        argument contradicts a field that is set.
         """
         changes = {}
         for argument, (field, value, default) in arguments.items():
@@ -95,7 +96,7 @@ class Section(BaseModel):
         return type(self)(**{**self.model_dump(exclude_unset=True), **changes})
 
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Yield what is wrong between the keys of this section: the key, what it must be, its value and the remedy."""
+        """Yield conflicts between keys of this section: the key, the rule ("must be ..."), the value and the remedy."""
         yield from ()
 
     @model_validator(mode="after")
@@ -109,24 +110,24 @@ _SECTIONS: dict[str, type[Section]] = {}
 
 
 def describe(model: type[Section], error: ValidationError) -> list[str]:
-    """Put everything that pydantic found wrong with settings into words, one full message per problem."""
-    return [line for detail in error.errors(include_url=False) for line in _lines(model, detail)]
+    """Return a complete message for each problem in a pydantic error."""
+    return [line for detail in error.errors(include_url=False) for line in _messages(model, detail)]
 
 
 def spell(value: Any) -> str:
-    """Write one value as a TOML file does; Python's spelling where TOML has none (`nan`)."""
+    """Return a value as written in TOML, but floats as in Python."""
     return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _lines(model: type[Section], detail: Any) -> list[str]:
-    """Say one pydantic error; a validator of a section may have found several problems."""
+def _messages(model: type[Section], detail: Any) -> list[str]:
+    """Return the messages for one pydantic error. A section's validator may have found several problems."""
     location: list[int | str] = [model.section] if model.section else []
     owner: type[BaseModel] = model
-    table: type[BaseModel] | None = model  # whose key the next part of the location is, if it is one
+    table: type[BaseModel] | None = model  # the model that has the next part of the location as a key, if any
     field: FieldInfo | None = None
-    is_inside = False  # in something that a setting holds
+    is_inside = False  # inside the value of a setting
     for part in detail["loc"]:
-        if part == "[key]":  # how pydantic says that the name before it is wrong
+        if part == "[key]":  # marks that the name before it is invalid
             break
         location.append(part)
         is_inside = table is None or isinstance(part, int)
@@ -139,31 +140,32 @@ def _lines(model: type[Section], detail: Any) -> list[str]:
             f"{_dotted([*location, at])} must be {rule}, got {_short(got)}. {how}" for at, rule, got, how in found[0]
         ]
     if kind == "extra_forbidden" or field is None:
-        return [_unknown(location, owner)]
+        return [_unknown_key(location, owner)]
     remedy = _extra(field, "remedy")
     rule = "" if is_inside else _extra(field, "rule")
     names = re.findall(r"'([^']+)'", detail["ctx"]["expected"]) if kind == "literal_error" else []
-    came = str(detail["input"])
-    if close := difflib.get_close_matches(came, names, n=1):
-        nearest = difflib.SequenceMatcher(None, close[0], came).ratio()
-        close = difflib.get_close_matches(came, names, n=2, cutoff=nearest - 0.05)  # another may be as near
+    given = str(detail["input"])
+    if close := difflib.get_close_matches(given, names, n=1):
+        nearest = difflib.SequenceMatcher(None, close[0], given).ratio()
+        close = difflib.get_close_matches(given, names, n=2, cutoff=nearest - 0.05)  # include a near tie
         remedy = f"Did you mean {' or '.join(close)}?"
-    elif kind in _UNQUOTED and re.fullmatch(_UNQUOTED[kind], came):
-        remedy = f"Write {came} without quotes."
+    elif kind in _UNQUOTED and re.fullmatch(_UNQUOTED[kind], given):
+        remedy = f"Write {given} without quotes."
     if kind == "tuple_type":
         rule = rule or "a list of strings"
     elif kind == "model_type":
         rule, remedy = "a table of settings", remedy or f"Write its keys under [{key}]."
     if not remedy and not field.is_required():
-        remedy = f"Leave it out for the default, {_short(field.get_default(call_default_factory=True))}."
+        remedy = f"Remove it to use the default, {_short(field.get_default(call_default_factory=True))}."
     if kind == "missing":
         return [f"{key} is required. {remedy}"]
-    # Else in pydantic's words, such as "Input should be greater than 0".
+    # Without a rule, use pydantic's message, such as "Input should be greater than or equal to 1".
     must = f"must be {rule}" if rule else re.sub(r"^\w+ should", "must", detail["msg"])
+    must = must.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
     return [f"{key} {must}, got {_short(detail['input'])}. {remedy}"]
 
 
-def _unknown(location: Sequence[int | str], owner: type[BaseModel]) -> str:
+def _unknown_key(location: Sequence[int | str], owner: type[BaseModel]) -> str:
     key, name, known = _dotted(location), str(location[-1]), list(owner.model_fields)
     elsewhere = [f"{section}.{name}" for section, other in _SECTIONS.items() if name in other.model_fields]
     if name in _FOREIGN_NAMES:
@@ -175,7 +177,7 @@ def _unknown(location: Sequence[int | str], owner: type[BaseModel]) -> str:
     elif len(location) == 1:
         remedy = f"The sections are {', '.join(known)}."
     else:
-        remedy = f"[{location[0]}] has {', '.join(known)}; docs/from-trl.md has the names that TRL uses."
+        remedy = f"[{location[0]}] has {', '.join(known)}; docs/from-trl.md lists TRL's names."
     return f"Unknown {'section' if len(location) == 1 else 'setting'} {key}. {remedy}"
 
 
@@ -184,7 +186,7 @@ def _extra(field: FieldInfo, name: str) -> str:
 
 
 def _inner_model(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a section, or of the tables in a list of tables such as `reward.terms`."""
+    """Return the model of a section, or of the tables in a list such as `reward.terms`."""
     kinds = (field.annotation, *get_args(field.annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 

@@ -1,4 +1,4 @@
-"""`[algorithm]`: short and long spelling, defaults that follow the name, and what does not go together."""
+"""`[algorithm]`: short and long spelling, defaults that depend on the name, and conflicts."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_short_and_long_spelling_mean_the_same(tmp_path):
     assert load_config(file, ["algorithm=rloo"]).algorithm.kl_coef == 0.5  # only the name changed
 
 
-def test_what_is_left_out_is_the_algorithms_own_and_what_is_set_stays():
+def test_unset_keys_take_the_algorithms_defaults_and_set_keys_stay():
     grpo = loaded("algorithm=grpo", "algorithm.normalization=token").algorithm
     assert (grpo.kl_in, grpo.kl_coef, grpo.kl_estimator, grpo.whiten_advantages) == ("loss", 0.04, "k3", False)
     assert grpo.normalization == "token"
@@ -47,7 +47,7 @@ def test_the_clip_range(overrides, low, high):
     assert (algorithm.eps_clip, algorithm.eps_clip_high) == (low, high)
 
 
-def test_a_saved_config_says_everything_and_loads_to_the_same(tmp_path):
+def test_a_saved_config_is_complete_and_loads_back(tmp_path):
     config = loaded("algorithm=gspo")
     file = tmp_path / "config.toml"
     file.write_text(dump_config(config))
@@ -76,21 +76,21 @@ def test_a_saved_config_says_everything_and_loads_to_the_same(tmp_path):
         (["algorithm=rloo", "train.batch_size=6", "train.update_steps=2", "train.total_steps=3"], "train.total_steps"),
     ],
 )
-def test_what_does_not_go_together_is_said(overrides, message):
+def test_conflicting_settings_are_rejected(overrides, message):
     with pytest.raises(ConfigError) as caught:
         loaded(*overrides)
     assert message in str(caught.value)
-    assert str(caught.value).count("must") == 1  # one mistake, one message
+    assert str(caught.value).count("must") == 1  # one message per mistake
 
 
 @pytest.mark.parametrize("cut", ["rollout.top_k=20", "rollout.top_p=0.9", "rollout.generate.min_p=0.1"])
 @pytest.mark.parametrize("loss", ["clip", "cispo", "icepop"])
-def test_what_cutting_the_distribution_does_to_old_data_is_not_corrected_but_refused(cut, loss):
+def test_truncated_sampling_is_rejected_while_stale_data_is_corrected(cut, loss):
     key = cut.partition("=")[0]
     with pytest.raises(ConfigError, match=f"{key} must be 0|{key} must be 1") as caught:
         loaded(cut, f"algorithm.loss={loss}")
     assert "algorithm.correction" in str(caught.value)
-    if loss != "icepop":  # whose mask is a correction
+    if loss != "icepop":  # its mask is a correction
         loaded(cut, f"algorithm.loss={loss}", "algorithm.correction=none")
         loaded(cut, f"algorithm.loss={loss}", "topology.max_staleness=0")
     loaded(cut, f"algorithm.loss={loss}", "rollout.do_sample=false")
@@ -102,6 +102,6 @@ def test_groups_may_span_batches_but_not_trainers():
         loaded("algorithm=rloo", "train.batch_size=6", "topology.trainers=2")
 
 
-def test_a_number_where_the_table_should_be():
+def test_a_number_in_place_of_the_section():
     with pytest.raises(ConfigError, match="algorithm must be a table"):
         build_config({"model": {"path": "m"}, "prompts": {"path": "p"}, "reward": {"model": "r"}, "algorithm": 3})

@@ -1,4 +1,4 @@
-"""The table of algorithms: what the papers say, and what settings make of it."""
+"""The table of algorithms: the papers' values, and the settings that follow from them."""
 
 from typing import get_args
 
@@ -11,10 +11,10 @@ from coati.errors import ConfigError
 EACH = {name: AlgorithmSettings(name=name) for name in ALGORITHMS}
 
 
-def test_settings_know_every_algorithm_and_ppo_is_the_default():
+def test_settings_accept_every_algorithm_and_default_to_ppo():
     assert get_args(AlgorithmName) == tuple(ALGORITHMS)
     assert AlgorithmSettings() == AlgorithmSettings(name="ppo")
-    assert not ALGORITHMS["ppo"].defaults  # its defaults are the fields' own, which the docs show
+    assert not ALGORITHMS["ppo"].defaults  # its defaults are those of the fields, which the docs show
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -23,7 +23,7 @@ def test_every_default_of_an_algorithm_is_a_setting(name):
         assert getattr(EACH[name], field) == value
 
 
-def test_which_needs_what():
+def test_properties_of_each_algorithm():
     assert [name for name, each in EACH.items() if each.uses_critic] == ["ppo", "vapo"]
     assert [name for name, each in EACH.items() if not each.uses_groups] == ["ppo", "reinforce++", "vapo", "distill"]
     assert [name for name, each in EACH.items() if each.dynamic_sampling] == ["dapo"]
@@ -34,13 +34,13 @@ def test_which_needs_what():
     assert (EACH["dapo"].eps_clip, EACH["dapo"].eps_clip_high) == (0.2, 0.28)
 
 
-def test_the_clip_range_stays_symmetric_where_it_was():
+def test_a_symmetric_clip_range_stays_symmetric():
     assert AlgorithmSettings(eps_clip=0.3).eps_clip_high == 0.3
     assert AlgorithmSettings(eps_clip=0.3, eps_clip_high=0.4).eps_clip_high == 0.4
     assert AlgorithmSettings(name="dapo", eps_clip=0.1).eps_clip_high == 0.28
 
 
-def test_the_critics_lambda_is_the_policys_unless_it_has_its_own():
+def test_critic_lam_defaults_to_lam():
     assert AlgorithmSettings(lam=0.5).critic_lam == 0.5
     assert (AlgorithmSettings(lam=1).critic_lam, AlgorithmSettings(eps_clip=1).eps_clip_high) == (1.0, 1.0)
     assert AlgorithmSettings(lam=0.5, critic_lam=1.0).critic_lam == 1.0
@@ -50,7 +50,7 @@ def test_the_critics_lambda_is_the_policys_unless_it_has_its_own():
     assert (changed.lam, changed.critic_lam) == (0.8, 0.8)
 
 
-def test_the_kl_penalty_is_in_one_place():
+def test_the_kl_penalty_is_in_the_reward_or_in_the_loss():
     assert (EACH["grpo"].kl_loss_coef, EACH["grpo"].kl_reward_coef) == (0.04, 0.0)
     assert (EACH["ppo"].kl_loss_coef, EACH["ppo"].kl_reward_coef) == (0.0, 0.1)
 
@@ -61,29 +61,29 @@ def test_the_kl_penalty_is_in_one_place():
         ({}, 0, "none"),
         ({}, 1, "decoupled"),
         ({}, -1, "decoupled"),
-        ({"name": "gspo"}, 0, "decoupled"),  # its clip is narrower than the rounding of an engine
+        ({"name": "gspo"}, 0, "decoupled"),  # its clip range is narrower than an engine's rounding errors
         ({"loss": "sapo"}, 1, "decoupled"),
-        ({"loss": "cispo"}, 1, "none"),  # its ratio is to the policy that sampled
+        ({"loss": "cispo"}, 1, "none"),  # its ratio is relative to the sampling policy
         ({"loss": "dppo"}, -1, "none"),
         ({"loss": "losses:mine"}, 4, "none"),
-        ({"loss": "icepop"}, 0, "decoupled"),  # the mask is for what engines do, too
+        ({"loss": "icepop"}, 0, "decoupled"),  # the mask also catches errors of engines
         ({"loss": "cispo", "importance": "mask"}, 0, "decoupled"),
         ({"correction": "none"}, 4, "none"),
         ({"correction": "decoupled"}, 0, "decoupled"),
     ],
 )
-def test_what_auto_corrects(settings, max_staleness, correction):
+def test_auto_correction(settings, max_staleness, correction):
     assert AlgorithmSettings(**settings).resolved(max_staleness).correction == correction
 
 
-def test_an_unknown_name_is_told_the_known_ones():
+def test_an_unknown_algorithm_is_rejected_with_the_known_names():
     with pytest.raises(ConfigError, match=r"algorithm\.name .*grpo"):
         AlgorithmSettings(name="gpro")
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_loss_goes_with_every_algorithm_and_brings_its_defaults(name, loss):
+def test_every_loss_works_with_every_algorithm_and_sets_its_defaults(name, loss):
     settings = AlgorithmSettings(name=name, loss=loss)
     for field, value in LOSSES[loss].defaults.items():
         assert getattr(settings, field) == value
@@ -91,7 +91,7 @@ def test_every_loss_goes_with_every_algorithm_and_brings_its_defaults(name, loss
     assert (own.eps_clip, own.importance_cap) == (0.1, 3.0)
 
 
-def test_a_loss_of_ones_own_is_named_by_module_and_function():
+def test_a_custom_loss_is_given_as_module_and_function():
     assert AlgorithmSettings(loss="my.losses:loss_1").loss_row.surrogate == "own"
     for wrong in ("cipso", "my.losses", "my losses:f", ""):
         with pytest.raises(ConfigError, match=r'algorithm\.loss must be "clip", "cispo".* or "module:function"'):

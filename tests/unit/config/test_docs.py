@@ -1,4 +1,4 @@
-"""The pages that are made from the code say what the code says."""
+"""Generated pages are up to date, links resolve, and quoted errors match the code."""
 
 import importlib.util
 import re
@@ -46,7 +46,7 @@ def test_rendering_is_repeatable(maker):
     assert maker.render("configuration.md", once) == once
 
 
-def test_a_changed_page_is_noticed(maker):
+def test_a_changed_page_is_detected(maker):
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     changed = text.replace("| `batch_size` |", "| `batch_sise` |")
 
@@ -63,7 +63,7 @@ def test_every_setting_is_described():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_links_between_pages_lead_somewhere(page):
+def test_links_between_pages_resolve(page):
     text = page.read_text(encoding="utf-8")
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
 
@@ -72,7 +72,7 @@ def test_links_between_pages_lead_somewhere(page):
 
 @pytest.fixture
 def dry_run(tmp_path, monkeypatch):
-    """Returns the error of a dry run with these overrides, in a folder that has all that a run needs."""
+    """Returns a function that dry-runs with overrides, in a folder with all inputs of a run, and returns the error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "rewards", raising=False)
@@ -101,7 +101,7 @@ def dry_run(tmp_path, monkeypatch):
     return run
 
 
-def test_troubleshooting_quotes_the_messages_before_a_run_as_they_are(dry_run, monkeypatch):
+def test_troubleshooting_quotes_startup_errors_verbatim(dry_run, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError) as no_compiler:
         check_compiler(torch.device("cpu"))

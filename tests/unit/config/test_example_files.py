@@ -1,4 +1,4 @@
-"""Every settings file of examples/ loads and can be run as its page says."""
+"""Every settings file in examples/ loads and can be run as its page says."""
 
 import re
 from pathlib import Path
@@ -14,12 +14,12 @@ FILES = sorted(EXAMPLES.glob("*/*.toml"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")
-def test_it_loads_and_reads_nothing_that_it_replaces(file, tmp_path, monkeypatch):
+def test_example_loads_and_its_inputs_are_outside_its_output_folder(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(EXAMPLES)
     config = load_config(Path("examples") / file.parent.name / file.name)
     for path in map(Path, config.input_paths.values()):
-        if not path.exists():  # what the example makes first
+        if not path.exists():  # the example creates it first
             path.mkdir(parents=True)
     check_inputs_outside(config)
     for settings in (config.reward, *(one.reward for one in config.eval)):
@@ -31,7 +31,7 @@ def test_it_loads_and_reads_nothing_that_it_replaces(file, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     "page", [*FILES, *sorted(EXAMPLES.glob("*/README.md"))], ids=lambda page: f"{page.parent.name}-{page.name}"
 )
-def test_its_commands_name_files_that_are_there(page):
+def test_commands_in_examples_name_existing_files(page):
     named = re.findall(r"(?:coati (?:train|eval)|python) (examples/\S+)", page.read_text(encoding="utf-8"))
-    assert named, "every page says how it is run"
+    assert named, "no command to run the example"
     assert [path for path in named if not (EXAMPLES.parent / path).is_file()] == []

@@ -1,4 +1,4 @@
-"""The plan's arithmetic, worked by hand, and its words."""
+"""The plan: its arithmetic, worked by hand, and its wording."""
 
 import json
 
@@ -21,8 +21,8 @@ def test_the_defaults_by_hand():
     # 16 prompts × 1 sample; 1 trainer × 16 samples; 100 steps of 1 fresh batch each
     plan = plan_of()
     text = words(plan)
-    assert "16 prompts x 1 sample = 16 samples in a rollout batch" in text
-    assert "1 trainer x 16 samples = 16 samples, in passes of at most 16,384 tokens, on one GPU up to" in text
+    assert "16 prompts x 1 sample = 16 samples per rollout batch" in text
+    assert "1 trainer x 16 samples = 16 samples, in passes of at most 16,384 tokens (on one GPU up to" in text
     assert "Total: 100 optimizer steps, 1,600 samples, 100 weight versions." in text
 
 
@@ -36,14 +36,14 @@ def test_the_defaults_by_hand():
         (["model.dtype=float32"], False),
     ],
 )
-def test_learning_that_would_be_rounded_away_is_said(overrides, warns):
+def test_plan_warns_of_updates_lost_to_bfloat16_rounding(overrides, warns):
     text = words(plan_of("model.dtype=bfloat16", *overrides))
     assert ("Rounding: a bfloat16 weight" in text) == warns
 
 
 def test_a_remainder_by_hand():
-    # 10 fresh batches in episodes of 4: 4 + 4 + 2, each gone over 3 times: 12 + 12 + 6 = 30 optimizer steps.
-    # Each step takes 2 trainers × 8 = 16 samples, so 160 samples.
+    # 10 fresh batches in episodes of 4: 4 + 4 + 2, each for 3 epochs: 12 + 12 + 6 = 30 optimizer steps.
+    # Each step uses 2 trainers × 8 = 16 samples, so 160 samples.
     plan = plan_of(
         "train.total_steps=10",
         "train.update_steps=4",
@@ -60,7 +60,21 @@ def test_a_remainder_by_hand():
     assert "4 fresh batches x 3 epochs = 12 optimizer steps on 64 fresh samples" in text
 
 
-def test_the_plan_says_which_reward_and_where_files_go():
+@pytest.mark.parametrize(
+    ("size", "tokens", "expected"),
+    [
+        (0, 0, "in one pass per trainer."),
+        (2, 0, "in passes of at most 2 samples."),
+        (0, 512, "in passes of at most 512 tokens."),
+        (2, 512, "in passes of at most 2 samples and 512 tokens."),
+        (2, "auto", "in passes of at most 2 samples and 16,384 tokens (on one GPU"),
+    ],
+)
+def test_plan_shows_both_limits_of_a_pass(size, tokens, expected):
+    assert expected in words(plan_of(f"train.micro_batch_size={size}", f"train.micro_batch_tokens={tokens}"))
+
+
+def test_plan_shows_rewards_and_output_files():
     plan = plan_of(
         "reward.function=''",
         'reward.terms=[{ function = "a:kind", weight = 0.5 }, { model = "models/rm" }]',
@@ -74,25 +88,25 @@ def test_the_plan_says_which_reward_and_where_files_go():
     assert "LoRA adapters" in text
 
 
-def test_a_reference_is_there_for_a_penalty_or_if_it_is_named():
+def test_plan_shows_a_reference_if_needed_or_set():
     assert "reference m," in words(plan_of())
     assert "no reference," in words(plan_of("algorithm.kl_coef=0"))
     assert "reference m," not in words(plan_of("algorithm.kl_coef=0"))
     assert "reference other," in words(plan_of("algorithm.kl_coef=0", "model.reference=other"))
 
 
-def test_staleness_in_words():
+def test_plan_describes_staleness():
     assert "on-policy" in words(plan_of("topology.max_staleness=0"))
-    assert "may be 2 weight versions behind" in words(plan_of("topology.max_staleness=2"))
+    assert "may be up to 2 weight versions old" in words(plan_of("topology.max_staleness=2"))
     assert "any number" in words(plan_of("topology.max_staleness=-1"))
 
 
-def test_checkpoints_are_in_the_plan():
+def test_plan_shows_checkpoints():
     assert "checkpoints" not in words(plan_of("train.save_every=0"))
     assert "every 5 versions in checkpoints/" in words(plan_of("train.save_every=5"))
 
 
-def test_the_plan_names_the_engine_that_will_run(tmp_path):
+def test_plan_shows_the_engine_that_will_run(tmp_path):
     def engine(config, *overrides):
         (tmp_path / "config.json").write_text(json.dumps(config))
         return words(plan_of(f"model.path={tmp_path}", *overrides)).partition("by the ")[2].splitlines()[0]

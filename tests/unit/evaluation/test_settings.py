@@ -89,6 +89,15 @@ def test_options_that_the_engine_lacks_are_rejected_before_the_run():
         build_config({**RUN, "rollout": RUN["rollout"] | rollout, "eval": [one]})
 
 
+def test_an_engine_other_than_the_runs_is_rejected_with_the_right_remedy():
+    slow, other = {"generate": {"max_time": 5.0}}, {"engine": "reference"}
+    sets = [{"name": name, "prompts": {"path": "t"}, "rollout": own} for name, own in (("a", slow), ("b", other))]
+    with pytest.raises(
+        ConfigError, match=r'eval\[1\]\.rollout\.engine .* got "reference"\. Makers have only one engine'
+    ):
+        build_config({**RUN, "eval": sets})
+
+
 def test_names_must_differ_and_only_one_set_may_choose_the_best():
     first = {"name": "a", "prompts": {"path": "a.jsonl"}, "best_by": "avg@4"}
     for second in ({**first, "name": "b"}, {**first, "best_by": ""}):
@@ -107,9 +116,15 @@ def test_the_plan_describes_sets_and_counts_their_prompts(tmp_path):
     own = {"rollout": {"do_sample": False, "max_new_tokens": 9}, "before": False, "at_end": False, "max_prompts": 100}
     one = {"prompts": {"path": str(tmp_path / "test.jsonl")}, "best_by": "avg@4", "every": 2, "patience": 3, **own}
     line = next(line for line in plan_lines(settings(**one)) if line.startswith("Evaluation held-out: "))
-    for part in ("7 prompts", "greedily", "9 new tokens", "every 2 versions; the best model by avg@4", "3 evaluations"):
+    for part in (
+        "7 prompts",
+        "greedy decoding",
+        "9 new tokens",
+        "every 2 versions; keeps the best model by avg@4",
+        "3 evaluations",
+    ):
         assert part in line
     config = build_config({**RUN, "prompts": one["prompts"]})
     (line,) = [line for line in plan_lines(config) if line.startswith("Prompts: ")]
     per_prompt = config.train.total_steps * config.train.batch_size / config.rollout.samples_per_prompt / 7
-    assert f"7 prompts, each taken {per_prompt:.3g} times" in line
+    assert f"7 prompts, each used {per_prompt:.3g} times" in line

@@ -51,7 +51,7 @@ def test_the_account_of_real_ledgers_closes(tmp_path, seed, capsys):
     assert counts["leased"] == sum(row[3] for row in account.table()[:-1])
     assert account.oldest == max(world.ages)
     audit(tmp_path)
-    assert "The account closes" in capsys.readouterr().out
+    assert "The account balances" in capsys.readouterr().out
 
 
 def test_every_group_has_one_fate_with_its_reason(tmp_path, capsys):

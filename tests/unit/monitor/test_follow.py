@@ -287,7 +287,7 @@ def test_tensorboard_shows_the_last_values_written_for_each_step(folder):
     ],
 )
 def test_secrets_in_settings_are_rejected(table, key):
-    with pytest.raises(ConfigError, match=f"{key} must be left out") as raised:
+    with pytest.raises(ConfigError, match=f"{key} must be unset") as raised:
         build_config({**SECTIONS, "logging": {"trackers": {"swanlab": table}}})
     assert "c0ffee" not in str(raised.value)
 

@@ -86,8 +86,8 @@ def test_failures_come_first_are_counted_by_cause_and_exit_with_1(check):
     assert "rows.jsonl:1" not in text
     assert "failed on 2 rows: Reward function 'picky' raised ValueError" in text
     assert "score: 1 of 3 rows; mean 1" in text
-    assert "asked again 2 times" in text
-    code, text = check("checked_rewards:picky", [row("b", "odd")])  # also if it has never scored a row
+    assert "2 retries" in text
+    code, text = check("checked_rewards:picky", [row("b", "odd")])  # and if it has never scored one
     assert code == 1
     assert "score: 0 of 1 row\n" in text
 

@@ -129,7 +129,7 @@ def test_a_function_written_for_chat_datasets_gets_messages():
     assert seen["prompts"][1] == [{"role": "user", "content": "prompt 1"}]
     settings = RewardSettings(terms=[{"function": "m:of_trl", "messages": True}, {"function": "length"}])
     assert [part.messages for part in settings.parts] == [True, False]
-    with pytest.raises(ValueError, match="functions of your own"):
+    with pytest.raises(ValueError, match="function is your own"):
         RewardSettings(function="length", messages=True)
 
 

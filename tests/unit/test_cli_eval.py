@@ -1,0 +1,34 @@
+"""`coati eval`: which models are evaluated."""
+
+import pytest
+
+from coati.cli import eval as command
+from coati.config import build_config, dump_config
+
+
+@pytest.fixture
+def evaluated(tmp_path, monkeypatch):
+    """Returns a function that runs `coati eval` without loading anything, and returns the models."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("base", "model"):
+        (tmp_path / name).mkdir()
+    prompts = {"path": "p.jsonl"}
+    settings = {"model": {"path": str(tmp_path / "base")}, "prompts": prompts, "reward": {"model": "r"}}
+    config = build_config({**settings, "eval": [{"name": "held-out", "prompts": prompts}]})
+    (tmp_path / "run.toml").write_text(dump_config(config))
+    monkeypatch.setattr("coati.build.check_inputs", lambda config: None)
+
+    def run(target, base=None):
+        found = []
+        monkeypatch.setattr("coati.evaluation.evaluator.evaluate_model", lambda _, model: found.append(model) or [])
+        command.evaluate(target, settings=tmp_path / "run.toml", base=base, show=0, output=None, verbose=False)
+        return found
+
+    return run
+
+
+def test_a_model_is_compared_with_the_base_model_unless_it_is_the_same(evaluated, tmp_path):
+    assert evaluated("model") == ["model", str(tmp_path / "base")]
+    assert evaluated("model", base="none") == ["model"]
+    assert evaluated("owner/name", base="owner/name") == ["owner/name"]
+    assert evaluated("base") == ["base"], "a relative and an absolute path of one folder"
