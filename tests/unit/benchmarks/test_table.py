@@ -32,7 +32,16 @@ def table(monkeypatch):
 @pytest.fixture
 def arguments(tmp_path):
     return argparse.Namespace(
-        folder=tmp_path, waves=["7B"], vllm_site=None, seconds=60.0, start_seconds=60.0, device="cpu", tiny=True
+        folder=tmp_path,
+        waves=["7B"],
+        processes=None,
+        vllm_site=None,
+        seconds=60.0,
+        start_seconds=60.0,
+        device="cpu",
+        tiny=True,
+        repeats=1,
+        case_seconds=1.0,
     )
 
 
@@ -55,6 +64,16 @@ def test_processes_of_a_wave_measure_one_after_the_other(table, arguments, monke
     kept = {name: json.loads((arguments.folder / f"{name}.json").read_text()) for name in codes}
     assert kept["last"]["tokens_per_second"] == 5.0
     assert kept["broken"]["left_out"] == "status 3"
+
+
+def test_only_the_processes_asked_for_are_started(table, arguments, monkeypatch):
+    started = []
+    monkeypatch.setattr(table, "Job", lambda name, *_, **__: started.append(name))
+    arguments.processes = ["native-7B", "vllm-1.5B", "trl-vllm-0.5B", "coati-ppo-0.5B"]
+    for wave in ("rollout", "0.5B", "7B"):
+        for start in table.starts(wave, arguments):
+            start()
+    assert sorted(started) == ["coati-ppo-0.5B", "native-7B", "vllm-1.5B"]  # TRL's needs a GPU
 
 
 def test_a_process_that_takes_too_long_is_stopped(table, arguments):

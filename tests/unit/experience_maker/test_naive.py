@@ -388,7 +388,7 @@ def test_ids_key_the_text_and_the_seed_changes_it(make_maker):
     assert first == second != third
     other = texts(make_experience(make_maker(seed=1), same, sample_ids=torch.tensor([9, 4])))
     assert other[0][1] != first
-    with pytest.raises(DataError, match="different"):
+    with pytest.raises(DataError, match="unique"):
         make_experience(make_maker(), same, sample_ids=torch.tensor([9, 9]))
 
 
