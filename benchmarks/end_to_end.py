@@ -71,10 +71,11 @@ def main() -> None:
         "--mean-length", type=one_or_more, help="of responses without that limit; default: all reach it"
     )
     parser.add_argument("--rounds", type=one_or_more, default=3)
-    parser.add_argument(
-        "--threads", type=one_or_more, default=2, help="of TRL on a CPU; coati's two actors have one each"
-    )
+    parser.add_argument("--threads", type=one_or_more, default=2, help="of TRL on a CPU; coati's actors have one each")
     parser.add_argument("--places", type=one_or_more, default=2, help="batches that coati's maker writes at a time")
+    parser.add_argument(
+        "--makers", type=one_or_more, help="of coati; default: 1, on a CPU 2, so that all cores are busy"
+    )
     parser.add_argument("--lead", type=one_or_more, default=2, help="of coati-ahead")
     parser.add_argument("--trainer-share", type=below_one, default=0.5, help="of a GPU, for coati's trainer")
     parser.add_argument(
@@ -95,6 +96,7 @@ def main() -> None:
     arguments.steps = arguments.steps or (15 if is_gpu else 120)
     arguments.warmup = (5 if is_gpu else 40) if arguments.warmup is None else arguments.warmup
     arguments.new_tokens = arguments.new_tokens or (256 if is_gpu else 16)
+    arguments.makers = arguments.makers or (1 if is_gpu else 2)
     arguments.trl_steps = arguments.trl_steps or arguments.steps
     arguments.trl_warmup = arguments.warmup if arguments.trl_warmup is None else arguments.trl_warmup
     if not (0 < arguments.warmup < arguments.steps and 0 < arguments.trl_warmup < arguments.trl_steps):
@@ -165,7 +167,7 @@ def measured(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str
     """One run of one competitor, in a process of its own."""
     command = [sys.executable, __file__, "--only", name, "--folder", str(folder), "--device", arguments.device]
     passed_on = ("batch", "threads", "trainer_share", "mixed_precision", "shape", "prompt_tokens", "new_tokens")
-    options = {option: getattr(arguments, option) for option in (*passed_on, "lora_rank", "places", "lead")}
+    options = {option: getattr(arguments, option) for option in (*passed_on, "lora_rank", "places", "lead", "makers")}
     if arguments.trl_micro_batch:
         options["trl_micro_batch"] = arguments.trl_micro_batch
     is_trl = name.startswith("trl")
@@ -368,7 +370,7 @@ path = "{arguments.folder}/prompts.jsonl"
 {reward}
 
 [rollout]
-prompts_per_batch = {places * arguments.batch // SAMPLES_PER_PROMPT}
+prompts_per_batch = {places * arguments.batch // arguments.makers // SAMPLES_PER_PROMPT}
 samples_per_prompt = {SAMPLES_PER_PROMPT}
 max_new_tokens = {arguments.new_tokens}
 {engine}
@@ -387,6 +389,7 @@ activation_checkpointing = {"true" if arguments.lora_rank else "false"}
 mixed_precision = {arguments.mixed_precision if is_gpu else "false"}
 
 [topology]
+makers = {arguments.makers}
 lead = {lead}
 max_staleness = {lead}
 update_lora_weights = {"true" if arguments.lora_rank else "false"}

@@ -123,14 +123,14 @@ def tiled_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
 
 def in_tiles(function: Callable[[Tensor], Tensor], inputs: Tensor, *, tile: int) -> Tensor:
     """Apply a function of rows to `tile` rows at a time."""
-    rows = inputs.reshape(-1, inputs.shape[-1])
-    count = rows.shape[0]
-    parts = list(torch.split(rows, tile))
-    if missing := tile - parts[-1].shape[0]:
-        parts[-1] = F.pad(parts[-1], (0, 0, 0, missing))
-    results = [function(part) for part in parts]
-    joined = results[0] if len(results) == 1 else torch.cat(results)
-    return joined[:count].view(*inputs.shape[:-1], -1)
+    rows = inputs if inputs.dim() == 2 else inputs.reshape(-1, inputs.shape[-1])
+    if len(rows) == tile:
+        joined = function(rows)
+    else:
+        parts = list(rows.split(tile))
+        parts[-1] = F.pad(parts[-1], (0, 0, 0, tile - len(parts[-1])))
+        joined = torch.cat([function(part) for part in parts])[: len(rows)]
+    return joined if inputs.dim() == 2 else joined.view(*inputs.shape[:-1], -1)
 
 
 def tiled_activation(activation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
