@@ -29,11 +29,12 @@ class _InFlight:
 
 @dataclasses.dataclass(eq=False)
 class ItemSender:
-    """Sends items to the trainers that they were leased from; those without a lease to all in turn, across batches.
+    """Sends items to the trainers that leased them, and items without a lease round-robin, continuing across batches.
 
-    At most `max_in_flight` sends per trainer are unacknowledged. What a trainer that died has not acknowledged is
-    dropped if it was leased, because its successor grants it again; else it goes to the others. A retry is
-    recognised by its lease, or else by its delivery id. After a stop, trainers have the grace time to acknowledge.
+    At most `max_in_flight` sends per trainer are unacknowledged. If a trainer dies, its unacknowledged leased items are
+    dropped, because its successor grants their leases again; items without a lease go to the other trainers. A trainer
+    recognizes a retry by its lease, or without one by its delivery id. After a stop, trainers have
+    `deadlines.grace_seconds` to acknowledge.
     """
 
     trainers: Sequence[str]
@@ -50,11 +51,11 @@ class ItemSender:
     def __post_init__(self) -> None:
         self._alive = list(self.trainers)
         self._turn = 0
-        self._in_flight: list[_InFlight] = []  # the oldest first
+        self._in_flight: list[_InFlight] = []  # oldest first
         self._stopped_at: float | None = None
 
     def send(self, items: Sequence[BufferItem]) -> None:
-        """Send each item to its trainer; waits while too many sends are unacknowledged."""
+        """Send each item to its trainer. Block while that trainer has too many unacknowledged sends."""
         by_trainer: dict[str, list[BufferItem]] = {}
         for item in items:
             by_trainer.setdefault(self._trainer_of(item), []).append(item)
@@ -67,17 +68,17 @@ class ItemSender:
             self._call(trainer, part, time.monotonic())
 
     def has_room(self) -> bool:
-        """Return whether all that was sent has been answered, so that `send` does not wait."""
+        """Return whether every send has been answered, so `send` does not block."""
         return all(flight.call.done() for flight in self._in_flight)
 
     def collect(self) -> None:
-        """Note answers that have come, and send again what was lost: trainers may wait for it. Waits for no answer."""
+        """Process answers that have arrived and retry failed sends, without waiting for further answers."""
         for flight in [flight for flight in self._in_flight if flight.call.done()]:
-            if flight in self._in_flight:  # sending again what another lost may have settled it
+            if flight in self._in_flight:  # a resend may have processed it already
                 self._await_acknowledgement(flight)
 
     def flush(self) -> None:
-        """Wait until everything sent is acknowledged."""
+        """Wait until every send is acknowledged."""
         while self._in_flight:
             self._await_acknowledgement(self._in_flight[0])
 
@@ -86,7 +87,7 @@ class ItemSender:
             return self.trainers[item.lease[0] % len(self.trainers)]
         if not self._alive:
             raise PeerDied(
-                f"maker {self.sender} has no trainer to send experience to: all died. See their logs for the cause."
+                f"maker {self.sender} has no trainer left to send experience to: all died. See their logs for why."
             )
         self._turn += 1
         return self._alive[(self._turn - 1) % len(self._alive)]
@@ -96,7 +97,7 @@ class ItemSender:
         self._in_flight.append(_InFlight(peer.call("buffer_extend", ItemBundle(items)), trainer, items, first_sent))
 
     def _await_acknowledgement(self, flight: _InFlight) -> None:
-        """Wait for an acknowledgement; retry, redirect or give up if it does not come."""
+        """Wait for the acknowledgement of a send. If it fails, retry, redirect or drop the items."""
         self._in_flight.remove(flight)
         trainer, items = flight.trainer, flight.items
         try:
@@ -114,14 +115,16 @@ class ItemSender:
                 flight.call.result(0)
                 self.num_delivered += len(items)
             else:
-                logger.warning("maker %s stops; trainer %s has not accepted %d items", self.sender, trainer, len(items))
+                logger.warning(
+                    "maker %s is stopping; trainer %s has not accepted %d items", self.sender, trainer, len(items)
+                )
         except PeerUnavailable as error:
-            # The call may or may not have been executed, and the same id makes another safe.
+            # The call may have run. Retrying is safe: the trainer recognizes the lease or the delivery id.
             waited = time.monotonic() - flight.first_sent
             if waited >= self.deadlines.batch_seconds:
                 raise DeadlineExceeded(
-                    f"maker {self.sender} tried for {waited:.0f} s to reach trainer {trainer}, which is alive but "
-                    f"does not answer: {error}"
+                    f"maker {self.sender} could not reach trainer {trainer} for {waited:.0f} s. It is alive but does "
+                    f"not answer: {error}"
                 ) from None
             time.sleep(self.retry_seconds)
             self._call(trainer, items, flight.first_sent)
@@ -131,13 +134,13 @@ class ItemSender:
                 self._alive = [name for name in self._alive if name != trainer]
                 self.send(items)
             else:
-                self.peers.forget(trainer)  # its successor may take its name
+                self.peers.forget(trainer)  # its successor may reuse its name
         except RemoteError as error:
-            error.cause.add_note(f"raised in trainer {trainer}, which maker {self.sender} sends to")
+            error.cause.add_note(f"raised in trainer {trainer}, while maker {self.sender} was sending to it")
             raise error.cause from None
 
     def _gives_up(self) -> bool:
-        """Whether a stop came longer ago than the grace time."""
+        """Whether a stop was requested more than `grace_seconds` ago."""
         if not self.should_stop():
             return False
         now = time.monotonic()

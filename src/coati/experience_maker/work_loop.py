@@ -1,15 +1,16 @@
-"""What a maker does with its work: keep the engine full, deliver groups as they are scored.
+"""A maker's main loop: keep the engine full, and deliver groups once they are scored.
 
-    prompts     │ leases for the free places ·│ leases …
+    prompts     │ leases for free slots ·│ leases …
     models      │ write, write, score, write, write, write, score …
     rewards              │ functions ·│              │ functions …
     delivery                          │ some groups
 
-Complete groups are scored in passes, and delivered between two tokens when their rewards have come and trainers have
-room, in the order in which they were scored. No more waits for rewards than is worked on at a time. Makers that only
-have `make_experience`, and data loaders, work by whole batches: the next is begun when the last one is scored.
+Complete groups are scored in passes. They are delivered between tokens, in the order in which they were scored, when
+their rewards are ready and trainers have room. At most `source.capacity` samples wait for rewards before no more
+prompts are requested. Makers that only have `make_experience`, and data loaders, work on whole batches: the next batch
+starts when the last one is scored.
 
-Prompts are drawn when they can be begun, on one background thread: a lease held meanwhile could not go to a quicker
+Prompts are requested on a background thread, and only when they can start: a lease held idle could not go to a faster
 maker.
 """
 
@@ -32,17 +33,17 @@ from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_source import WorkSource
 from coati.peers import wait_in_slices
 
-# Between two checks for rewards, while the loop waits for something else.
+# Polling interval for rewards while the loop waits for something else.
 _POLL_SECONDS: Final = 0.02
-# Between two checks for a stop, while the loop waits for prompts and nothing is pending.
+# Polling interval for a stop while the loop waits for prompts and nothing is pending.
 _SLICE_SECONDS: Final = 0.5
-# The part of all places that is free before prompts are asked for: many small requests and prefills would cost more.
+# Fraction of all slots that must be free before the loop requests prompts. Small requests and prefills are inefficient.
 _ASKED_SHARE: Final = 1 / 8
 
 
 @dataclasses.dataclass(eq=False)
 class WorkLoop:
-    """Makes experience from the prompts of a source, and sends it to trainers."""
+    """Makes experience from the prompts of a source and sends it to the trainers."""
 
     pipeline: ExperiencePipeline
     source: WorkSource
@@ -51,21 +52,21 @@ class WorkLoop:
     deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
     notify: Callable[..., None] = lambda *_: None
-    """Calls hooks of callbacks, those of one batch after those of the batch before."""
-    record: Callable[[dict[str, Any]], None] = lambda _: None  # takes what each batch reports
+    """Calls a hook of the callbacks. The hooks of two batches never interleave."""
+    record: Callable[[dict[str, Any]], None] = lambda _: None  # receives the report of each batch
     samples_kept: int = 0
     offload_to_cpu: bool = True
 
     def __post_init__(self) -> None:
-        # The maker, where samples are begun while others are being written.
+        # The maker if it batches continuously, None if it works on whole batches.
         self._writer = self.pipeline.writer if self.source.capacity > 0 else None
-        self._pending: deque[MakerBatch] = deque()  # scored, the oldest first
-        self._has_started = False  # whether the hooks of a batch have been called
+        self._pending: deque[MakerBatch] = deque()  # scored batches, oldest first
+        self._has_started = False  # whether the start hooks of the current batch have been called
         self._drawn: Future[Any] | None = None  # the next work
-        self._has_more = True  # whether the source may have some
+        self._has_more = True  # whether the source may have more work
 
     def run(self) -> None:
-        """Work on what the source has until it ends or a stop comes; deliver all that is made."""
+        """Work until the source ends or a stop is requested, and deliver everything that was made."""
         thread = BackgroundThread(name="prompts")
         try:
             while self._begin_stretch(thread):
@@ -76,9 +77,9 @@ class WorkLoop:
                         self._take_drawn()
         except Exception as error:
             try:
-                self._finish_pending()  # it was made before what went wrong
+                self._finish_pending()  # these batches were scored before the error
             except Exception as later:
-                error.add_note(f"Then what was made before could not be delivered: {type(later).__name__}: {later}")
+                error.add_note(f"Delivering the batches scored before it also failed: {type(later).__name__}: {later}")
             raise
         else:
             self._finish_pending()
@@ -86,7 +87,7 @@ class WorkLoop:
             thread.close()
 
     def take_turn(self) -> bool:
-        """Do the next work alone, and deliver it, while the trainer waits; False if there is none now."""
+        """Do the next work from start to delivery while the trainer waits. Return False if there is none now."""
         work = self.source.poll(self.source.capacity)
         if isinstance(work, list):
             self._start_hooks()
@@ -99,28 +100,28 @@ class WorkLoop:
         return work is not None
 
     def _begin_stretch(self, thread: BackgroundThread) -> bool:
-        """Wait until something is in work; False at the end."""
+        """Wait until samples are in work. Return False at the end of the source or after a stop."""
         while not self.pipeline.num_in_work:
             while self._pending and self._pending[0].is_ready:
                 self._finish(self._pending.popleft())
             self._ask(thread)
             if not self._has_more:
                 return False
-            if self._drawn is None:  # too much is pending
+            if self._drawn is None:  # too many batches are pending
                 self._finish(self._pending.popleft())
             elif self._await_drawn(self._drawn):
                 self._take_drawn()
         return True
 
     def _ask(self, thread: BackgroundThread) -> None:
-        """Have the next work drawn if there is room for it; nothing more after a stop."""
+        """Request the next work if there is room for it. After a stop, request no more."""
         if self.stop.is_set():
             self._has_more = False
         elif self._drawn is None and self._has_more and (room := self._room()) is not None:
             self._drawn = thread.run(lambda: self.source.draw(room))
 
     def _room(self) -> int | None:
-        """Samples that there is room for; None if there is too little to ask for more work."""
+        """Return the number of samples that there is room for; None if it is too small for a request."""
         source, pipeline = self.source, self.pipeline
         num_in_work, num_pending = pipeline.num_in_work, sum(len(batch.samples) for batch in self._pending)
         if self._writer is None:
@@ -130,15 +131,15 @@ class WorkLoop:
         return room if is_enough and num_pending <= source.capacity and pipeline.takes_more else None
 
     def _await_drawn(self, drawn: "Future[Any]") -> bool:
-        """Wait for work that is being drawn; False if a stop comes first."""
+        """Wait for requested work, and finish batches meanwhile. Return False if a stop comes first."""
         last_delivery = 0.0
 
         def attempt(seconds: float) -> bool:
             nonlocal last_delivery
             wait([drawn], timeout=min(seconds, _POLL_SECONDS if self._pending else _SLICE_SECONDS))
-            self.sender.collect()  # there may be no leases before what was sent has come
+            self.sender.collect()  # trainers may grant no leases before lost sends are retried
             if self._pending:
-                if self._pending[0].is_ready and not drawn.done():  # else the models work first
+                if self._pending[0].is_ready and not drawn.done():  # otherwise start the new work first
                     self._finish(self._pending.popleft())
                 last_delivery = time.monotonic()
             return drawn.done() or self.stop.is_set()
@@ -153,7 +154,7 @@ class WorkLoop:
         return drawn.done()
 
     def _take_drawn(self) -> None:
-        """Begin what was drawn, if it is there."""
+        """Start the requested work if it has arrived."""
         if self._drawn is None or not self._drawn.done() or self.stop.is_set():
             return
         drawn, self._drawn = self._drawn, None
@@ -168,13 +169,13 @@ class WorkLoop:
             while self.pipeline.num_in_work:
                 self._advance()
             self._finish_pending()
-            # This may take long, and others may wait for what became of these leases.
+            # This work may take long, and trainers may be waiting for the items and for the leases that ended.
             self.sender.flush()
             self.source.settle()
             work.run(self.pipeline, self.source.settle)
 
     def _advance(self) -> None:
-        """Write on, and deliver what is ready if nothing has to be waited for: the models are in use."""
+        """Generate the next tokens, and deliver ready batches as long as that does not block."""
         if (batch := self.pipeline.advance(in_batches=self._writer is None)) is not None:
             self._pending.append(batch)
         self.sender.collect()
@@ -186,7 +187,7 @@ class WorkLoop:
             self._finish(self._pending.popleft())
 
     def _finish(self, batch: MakerBatch) -> None:
-        """Wait for the rewards of a batch, and deliver it."""
+        """Wait for the rewards of a batch and deliver it."""
         try:
             experience = self.pipeline.finish(batch)
         finally:
@@ -213,7 +214,7 @@ class WorkLoop:
         self.notify("on_send_end")
 
     def _start_hooks(self) -> None:
-        """Call the first hooks of a batch, unless that was done."""
+        """Call the start hooks of a batch, unless they have been called."""
         if not self._has_started:
             self._has_started = True
             self.notify("on_batch_start")

@@ -464,7 +464,7 @@ def test_a_prompt_that_fills_the_context_is_dropped_and_its_neighbours_are_not_c
     prompts = [[3] * 8, [4] * 6, [5] * 5, [6, 7], [8]]
     with caplog.at_level(logging.WARNING, logger="coati.experience_maker.naive"):
         experience = make_experience(maker, prompts, max_new_tokens=4, eos_token_id=[])
-    assert "1 of 5 prompts leave no room for a response (longest 8 tokens; context 8" in caplog.text
+    assert "dropped 1 of 5 prompts: no room for a response (longest 8 tokens; context 8" in caplog.text
     assert [prompt for prompt, _ in texts(experience)] == prompts[1:]
     assert [len(response) for _, response in texts(experience)] == [2, 3, 4, 4]
     assert experience.sample_ids.tolist() == [1, 2, 3, 4]
