@@ -252,7 +252,7 @@ def test_who_holds_up_the_next_batch_is_named():
     story.ask(2, maker="slow")
     story.deliver(story.ask(2, maker="quick"))
     assert story.sample() is None
-    assert "slow has 2" in story.buffer.describe_wait()
+    assert "slow holds 2" in story.buffer.describe_wait()
     assert "quick" not in story.buffer.describe_wait()
     story.buffer.release("slow", "died")
     story.buffer.describe_wait()
