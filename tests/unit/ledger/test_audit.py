@@ -131,7 +131,7 @@ def test_a_group_that_two_trainers_have_trained_on_is_named(tmp_path):
     moved = dataclasses.asdict(rules[1])
     state = {"works": [{"number": 0}], "num_numbers": 0, "num_trained": 0}
     write(tmp_path, rules[1], [{"resume": 0, "events": 0, "rules": moved, "state": state}, grant(0), *trained])
-    assert audit_run(tmp_path).problems == ["group 0: trained by each of trainers [0, 1]"]
+    assert audit_run(tmp_path).problems == ["group 0: trained on by each of trainers [0, 1]"]
 
 
 def test_a_group_that_two_makers_hold_is_named(tmp_path):
@@ -145,7 +145,7 @@ def test_a_group_that_was_returned_may_be_granted_again(tmp_path):
 
 def test_a_group_that_was_skipped_or_never_granted_is_named(tmp_path):
     found = problems_of(tmp_path, grant(0), grant(2), {"deliver": [7]})
-    assert found == ["group 2: granted when 1 was the next", "group 7: deliver after it was never granted"]
+    assert found == ["group 2: granted, but 1 was next", "group 7: deliver after it was never granted"]
 
 
 @pytest.mark.parametrize(("bound", "is_wrong"), [(0, True), (1, False), (None, False)])
