@@ -20,7 +20,7 @@ _SLICE_SECONDS = 0.5
 
 
 @dataclasses.dataclass(eq=False)
-class _InFlight:
+class _Send:
     call: "Future[Any]"
     trainer: str
     items: list[BufferItem]
@@ -31,9 +31,9 @@ class _InFlight:
 class ItemSender:
     """Sends items to the trainers that leased them, and items without a lease round-robin, continuing across batches.
 
-    At most `max_in_flight` sends per trainer are unacknowledged. If a trainer dies, its unacknowledged leased items are
-    dropped, because its successor grants their leases again; items without a lease go to the other trainers. A trainer
-    recognizes a retry by its lease, or without one by its delivery id. After a stop, trainers have
+    At most `max_unacknowledged` sends per trainer are unacknowledged. If a trainer dies, its unacknowledged items are
+    dropped if they were leased, because its successor grants their leases again; otherwise they go to the other
+    trainers. A trainer recognizes a retry by its lease, or without one by its delivery id. After a stop, trainers have
     `deadlines.grace_seconds` to acknowledge.
     """
 
@@ -42,7 +42,7 @@ class ItemSender:
     peers: Peers
     sender: str
     deadlines: Deadlines
-    max_in_flight: int = 2
+    max_unacknowledged: int = 2
     should_stop: Callable[[], bool] = lambda: False
     timeline: Timeline = dataclasses.field(default_factory=Timeline)
     retry_seconds: float = 0.5
@@ -51,7 +51,7 @@ class ItemSender:
     def __post_init__(self) -> None:
         self._alive = list(self.trainers)
         self._turn = 0
-        self._in_flight: list[_InFlight] = []  # oldest first
+        self._unacknowledged: list[_Send] = []  # oldest first
         self._stopped_at: float | None = None
 
     def send(self, items: Sequence[BufferItem]) -> None:
@@ -60,8 +60,8 @@ class ItemSender:
         for item in items:
             by_trainer.setdefault(self._trainer_of(item), []).append(item)
         for trainer, part in by_trainer.items():
-            while sum(flight.trainer == trainer for flight in self._in_flight) >= self.max_in_flight:
-                self._await_acknowledgement(self._in_flight[0])
+            while sum(send.trainer == trainer for send in self._unacknowledged) >= self.max_unacknowledged:
+                self._await_acknowledgement(self._unacknowledged[0])
             delivery_id = uuid.uuid4().hex
             for item in part:
                 item.delivery_id = delivery_id
@@ -69,18 +69,18 @@ class ItemSender:
 
     def has_room(self) -> bool:
         """Return whether every send has been answered, so `send` does not block."""
-        return all(flight.call.done() for flight in self._in_flight)
+        return all(send.call.done() for send in self._unacknowledged)
 
     def collect(self) -> None:
         """Process answers that have arrived and retry failed sends, without waiting for further answers."""
-        for flight in [flight for flight in self._in_flight if flight.call.done()]:
-            if flight in self._in_flight:  # a resend may have processed it already
-                self._await_acknowledgement(flight)
+        for send in [send for send in self._unacknowledged if send.call.done()]:
+            if send in self._unacknowledged:  # a resend may have processed it already
+                self._await_acknowledgement(send)
 
     def flush(self) -> None:
         """Wait until every send is acknowledged."""
-        while self._in_flight:
-            self._await_acknowledgement(self._in_flight[0])
+        while self._unacknowledged:
+            self._await_acknowledgement(self._unacknowledged[0])
 
     def _trainer_of(self, item: BufferItem) -> str:
         if item.lease is not None:
@@ -94,25 +94,25 @@ class ItemSender:
 
     def _call(self, trainer: str, items: list[BufferItem], first_sent: float) -> None:
         peer = self.peers.find(trainer, role="trainer", timeout=self.deadlines.start_seconds)
-        self._in_flight.append(_InFlight(peer.call("buffer_extend", ItemBundle(items)), trainer, items, first_sent))
+        self._unacknowledged.append(_Send(peer.call("buffer_extend", ItemBundle(items)), trainer, items, first_sent))
 
-    def _await_acknowledgement(self, flight: _InFlight) -> None:
+    def _await_acknowledgement(self, send: _Send) -> None:
         """Wait for the acknowledgement of a send. If it fails, retry, redirect or drop the items."""
-        self._in_flight.remove(flight)
-        trainer, items = flight.trainer, flight.items
+        self._unacknowledged.remove(send)
+        trainer, items = send.trainer, send.items
         try:
             with self.timeline.span("wait_room"):
                 wait_in_slices(
-                    lambda seconds: bool(wait([flight.call], seconds).done) or self._gives_up(),
+                    lambda seconds: bool(wait([send.call], seconds).done) or self._gives_up(),
                     deadline_seconds=self.deadlines.batch_seconds,
                     what=lambda: (
-                        f"trainer {trainer} to accept {len(items)} items of maker {self.sender} (its buffer is full: "
-                        "is fit running?)"
+                        f"trainer {trainer} to accept {len(items)} items of maker {self.sender} (its buffer may be "
+                        "full; check that fit is running)"
                     ),
                     slice_seconds=_SLICE_SECONDS,
                 )
-            if flight.call.done():
-                flight.call.result(0)
+            if send.call.done():
+                send.call.result(0)
                 self.num_delivered += len(items)
             else:
                 logger.warning(
@@ -120,14 +120,14 @@ class ItemSender:
                 )
         except PeerUnavailable as error:
             # The call may have run. Retrying is safe: the trainer recognizes the lease or the delivery id.
-            waited = time.monotonic() - flight.first_sent
+            waited = time.monotonic() - send.first_sent
             if waited >= self.deadlines.batch_seconds:
                 raise DeadlineExceeded(
                     f"maker {self.sender} could not reach trainer {trainer} for {waited:.0f} s. It is alive but does "
                     f"not answer: {error}"
                 ) from None
             time.sleep(self.retry_seconds)
-            self._call(trainer, items, flight.first_sent)
+            self._call(trainer, items, send.first_sent)
         except PeerDied as error:
             logger.warning("trainer %s died: %s", trainer, error)
             if items[0].lease is None:

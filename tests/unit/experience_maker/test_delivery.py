@@ -129,7 +129,7 @@ def test_collecting_what_a_dead_trainer_lost_may_settle_the_answers_of_others(ma
     sender = make_sender("t0", "t1")
     held = peers.hold("t0", "buffer_extend")
     sender.send(parcels(0, 2))
-    sender.send(parcels(2, 2))  # two sends to each are in flight, as many as may be
+    sender.send(parcels(2, 2))  # two unacknowledged sends to each trainer, the maximum
     held.reached()
     peers["t1"].call("buffer_extend", []).result(PATIENCE)  # calls run in order: it has answered both
     peers.kill("t0")
@@ -157,7 +157,7 @@ def test_a_trainer_name_that_does_not_exist_is_named(make_sender):
 
 def test_no_more_sends_are_open_than_allowed(make_sender, peers, sinks):
     timeline = Timeline()
-    sender = make_sender("t0", max_in_flight=2, timeline=timeline)
+    sender = make_sender("t0", max_unacknowledged=2, timeline=timeline)
     held = peers.hold("t0", "buffer_extend")
     sender.send(parcels(0, 1))
     sender.send(parcels(1, 1))
@@ -189,7 +189,7 @@ def test_there_is_room_when_all_that_was_sent_has_been_answered(make_sender, pee
 
 
 def test_items_that_wait_for_room_at_a_trainer_that_dies_go_elsewhere(make_sender, peers, sinks):
-    sender = make_sender("t0", "t1", max_in_flight=1)
+    sender = make_sender("t0", "t1", max_unacknowledged=1)
     held = peers.hold("t0", "buffer_extend")
     sender.send(parcels(0, 2))
     held.reached()
