@@ -55,11 +55,11 @@ class ExperiencePipeline:
         *,
         generate_kwargs: dict[str, Any] | None = None,
         first_sample_id: int = 0,
-        in_flight: bool = False,
+        commit_between_tokens: bool = False,
         timeline: Timeline | None = None,
     ) -> None:
-        """Prompts without ids are numbered from `first_sample_id`. With `in_flight`, weight updates are committed
-        between tokens, otherwise only when no sample is in work."""
+        """Prompts without ids are numbered from `first_sample_id`. Weight updates are committed between tokens with
+        `commit_between_tokens`, otherwise only when no sample is in work."""
         self.timeline = maker.timeline = served.timeline = timeline or Timeline()
         self.maker = maker
         self.writer: NaiveExperienceMaker | None = maker if _can_stream(maker) else None
@@ -71,7 +71,7 @@ class ExperiencePipeline:
         self._generate_kwargs = dict(generate_kwargs or {})
         self._next_sample_id = first_sample_id
         self._whole: list[Sample] = []  # the next batch for a maker of whole batches
-        self._in_flight = in_flight
+        self._commit_between_tokens = commit_between_tokens
         self._use = contextlib.ExitStack()
         self._is_using = False  # whether the models are in use, so no update may be committed
         self._most_in_work = 1  # largest number of samples in work at once
@@ -90,7 +90,7 @@ class ExperiencePipeline:
     @property
     def takes_more(self) -> bool:
         """Whether more samples may be submitted now. False while a weight update waits for the samples in work."""
-        return self._in_flight or not (self.num_in_work and self.served.has_pending)
+        return self._commit_between_tokens or not (self.num_in_work and self.served.has_pending)
 
     def submit(self, samples: list[Sample]) -> None:
         """Submit samples for generation."""
@@ -108,15 +108,15 @@ class ExperiencePipeline:
     def advance(self, *, in_batches: bool = False) -> MakerBatch | None:
         """Generate the next tokens. Score complete groups if it is time to, and return them as a batch.
 
-        With `in_batches`, everything is scored at once when all responses are complete. With `in_flight`, a weight
-        update is committed here if no complete group waits to be scored, otherwise only when nothing is in work.
+        With `in_batches`, everything is scored at once when all responses are complete. With `commit_between_tokens`, a
+        weight update is committed here if no complete group waits to be scored, otherwise only when nothing is in work.
         """
         maker, writer = self.maker, self.writer
         try:
             if not self._is_using:
                 maker.policy_version = self._use.enter_context(self.served.use())
                 self._is_using = True
-            elif self._in_flight and writer is not None and not writer.num_written:
+            elif self._commit_between_tokens and writer is not None and not writer.num_written:
                 maker.policy_version = self.served.commit_point()
             faults.reach("maker.generating")
             batch = None
@@ -148,7 +148,7 @@ class ExperiencePipeline:
         is_enough = num_written >= _SCORED_SHARE * self._most_in_work or self._num_late >= _MAX_LATE
         # While a reward function is still busy with the last batch, collect more groups for the next one.
         is_free = self._last_scored is None or self._last_scored.is_ready
-        return (is_enough and is_free) or (self._in_flight and self.served.has_pending)
+        return (is_enough and is_free) or (self._commit_between_tokens and self.served.has_pending)
 
     def _release(self) -> None:
         """Stop using the models, so updates can be committed."""

@@ -126,7 +126,7 @@ class Rig:
         models = actor, Critic(llama(seed=2)), scorer, Actor(llama(seed=3))
         self.maker = maker_class(*models, algorithm=algorithm, engine=self.engine)
         self.served = ServedModels(self.maker.trained_models)
-        self.pipeline = ExperiencePipeline(self.maker, self.served, in_flight=in_flight)
+        self.pipeline = ExperiencePipeline(self.maker, self.served, commit_between_tokens=in_flight)
         self.source = Source(total, capacity, group_size)
         self.accounts = []  # what trainers were told before other work
         self.source.settle = lambda: self.accounts.append("settle")

@@ -90,7 +90,9 @@ def pipeline(actors):
         actor = copy.deepcopy(old)
         served = ServedModels({"actor": actor})
         maker = NaiveExperienceMaker(actor, Critic.from_config(CONFIG), RewardModel.from_config(CONFIG), old)
-        pipeline = ExperiencePipeline(maker, served, generate_kwargs={"max_new_tokens": 8}, in_flight=in_flight)
+        pipeline = ExperiencePipeline(
+            maker, served, generate_kwargs={"max_new_tokens": 8}, commit_between_tokens=in_flight
+        )
         # Offered while the third token is drawn, from inside the generation: the interleaving we fear.
         count = {"steps": 0}
 

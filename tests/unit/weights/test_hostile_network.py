@@ -291,7 +291,9 @@ class BusyMaker(Maker):
         super().__init__(maker.trained_models)
         self.items, self.taken, self.rejections = [], {0}, Counter()
         generate_kwargs = {"max_new_tokens": 6}
-        self._pipeline = ExperiencePipeline(maker, self.served, generate_kwargs=generate_kwargs, in_flight=in_flight)
+        self._pipeline = ExperiencePipeline(
+            maker, self.served, generate_kwargs=generate_kwargs, commit_between_tokens=in_flight
+        )
         self._generator = torch.Generator().manual_seed(seed)
         self._stop, self._made = threading.Event(), threading.Condition()
         self._thread = threading.Thread(target=self._work, daemon=True)
