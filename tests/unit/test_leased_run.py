@@ -174,18 +174,18 @@ class Maker:
             rules,
             self.served,
             peers=peers,
-            maker=name,
+            maker_name=name,
             deadlines=DEADLINES,
             should_stop=self.stop.is_set,
         )
         sender = ItemSender(
             names,
             peers=peers,
-            sender=name,
+            maker_name=name,
             deadlines=DEADLINES,
             retry_seconds=0.0,
         )
-        pipeline = ExperiencePipeline(self.writer, self.served, in_flight=in_flight)
+        pipeline = ExperiencePipeline(self.writer, self.served, commit_between_tokens=in_flight)
         self.loop = WorkLoop(pipeline, self.prompts, sender, deadlines=DEADLINES, stop=self.stop)
         self.work = run_in_background(self.loop.run, name=name)
 
@@ -258,7 +258,7 @@ class Run:
 
     def _lease(self, trainer, request):
         with self._lease_lock:
-            return [] if request.maker == self._dead else trainer.buffer.lease(request)
+            return [] if request.maker_name == self._dead else trainer.buffer.lease(request)
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -57,7 +57,7 @@ class InterleavedMaker(Maker):
             build.ledger_rules(config),
             self.pipeline.served,
             peers=peers,
-            maker=name,
+            maker_name=name,
         )
 
     def update_experience_maker(self, *, message):

@@ -40,7 +40,7 @@ class ItemSender:
     trainers: Sequence[str]
     _: dataclasses.KW_ONLY
     peers: Peers
-    sender: str
+    maker_name: str
     deadlines: Deadlines
     max_unacknowledged: int = 2
     should_stop: Callable[[], bool] = lambda: False
@@ -87,7 +87,7 @@ class ItemSender:
             return self.trainers[item.lease[0] % len(self.trainers)]
         if not self._alive:
             raise PeerDied(
-                f"maker {self.sender} has no trainer left to send experience to: all died. See their logs for why."
+                f"maker {self.maker_name} has no trainer left to send experience to: all died. See their logs for why."
             )
         self._turn += 1
         return self._alive[(self._turn - 1) % len(self._alive)]
@@ -106,7 +106,7 @@ class ItemSender:
                     lambda seconds: bool(wait([send.call], seconds).done) or self._gives_up(),
                     deadline_seconds=self.deadlines.batch_seconds,
                     what=lambda: (
-                        f"trainer {trainer} to accept {len(items)} items of maker {self.sender} (its buffer may be "
+                        f"trainer {trainer} to accept {len(items)} items of maker {self.maker_name} (its buffer may be "
                         "full; check that fit is running)"
                     ),
                     slice_seconds=_SLICE_SECONDS,
@@ -116,15 +116,15 @@ class ItemSender:
                 self.num_delivered += len(items)
             else:
                 logger.warning(
-                    "maker %s is stopping; trainer %s has not accepted %d items", self.sender, trainer, len(items)
+                    "maker %s is stopping; trainer %s has not accepted %d items", self.maker_name, trainer, len(items)
                 )
         except PeerUnavailable as error:
             # The call may have run. Retrying is safe: the trainer recognizes the lease or the delivery id.
             waited = time.monotonic() - send.first_sent
             if waited >= self.deadlines.batch_seconds:
                 raise DeadlineExceeded(
-                    f"maker {self.sender} could not reach trainer {trainer} for {waited:.0f} s. It is alive but does "
-                    f"not answer: {error}"
+                    f"maker {self.maker_name} could not reach trainer {trainer} for {waited:.0f} s. It is alive but "
+                    f"does not answer: {error}"
                 ) from None
             time.sleep(self.retry_seconds)
             self._call(trainer, items, send.first_sent)
@@ -136,7 +136,7 @@ class ItemSender:
             else:
                 self.peers.forget(trainer)  # its successor may reuse its name
         except RemoteError as error:
-            error.cause.add_note(f"raised in trainer {trainer}, while maker {self.sender} was sending to it")
+            error.cause.add_note(f"raised in trainer {trainer}, while maker {self.maker_name} was sending to it")
             raise error.cause from None
 
     def _gives_up(self) -> bool:

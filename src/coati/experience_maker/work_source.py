@@ -66,9 +66,9 @@ class LoaderPrompts(WorkSource):
         num_epochs: int = 1,
         num_steps: int = 0,
         *,
-        maker: str = "this maker",
+        maker_name: str = "this maker",
     ) -> None:
-        self._loader_fn, self._maker = loader_fn, maker
+        self._loader_fn, self._maker_name = loader_fn, maker_name
         passes = itertools.count() if num_steps > 0 else range(num_epochs)
         batches = (batch for _ in passes for batch in self._one_pass())
         self._batches = itertools.islice(batches, num_steps if num_steps > 0 else None)
@@ -85,8 +85,8 @@ class LoaderPrompts(WorkSource):
             yield batch
         if is_empty:
             raise DataError(
-                f"dataloader_fn() of maker {self._maker} returned a loader without batches. Check that the dataset is "
-                "not empty, and with drop_last=True not smaller than one batch."
+                f"dataloader_fn() of maker {self._maker_name} returned a loader without batches. Check that the "
+                "dataset is not empty, and with drop_last=True not smaller than one batch."
             )
 
 
@@ -102,14 +102,14 @@ class LeasedPrompts(WorkSource):
     served: ServedModels
     _: dataclasses.KW_ONLY
     peers: Peers
-    maker: str
+    maker_name: str
     incarnation: int = 0
     deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     should_stop: Callable[[], bool] = lambda: False
     other_work: Callable[[], OtherWork | None] = lambda: None  # polled first, and takes precedence over leases
 
     def __post_init__(self) -> None:
-        self.awaited = f"leases for maker {self.maker}"
+        self.awaited = f"leases for maker {self.maker_name}"
         self.capacity = self.stream.samples_per_batch
         self.least = self.rules.group_size * len(self.trainers)
         self._num_requests = 0
@@ -175,13 +175,13 @@ class LeasedPrompts(WorkSource):
         granted: list[Lease] = []
         for name in self.trainers:
             request = LeaseRequest(
-                self.maker, self._num_requests, version, wanted, tuple(self._endings[name]), **common
+                self.maker_name, self._num_requests, version, wanted, tuple(self._endings[name]), **common
             )
             leases = self.peers.ask(
                 name,
                 "lease",
                 request,
-                what=f"leases of maker {self.maker} (deadlines.update_seconds)",
+                what=f"leases of maker {self.maker_name} (deadlines.update_seconds)",
                 seconds=self.deadlines.update_seconds,
                 should_stop=self.should_stop,
             )

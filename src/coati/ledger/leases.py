@@ -85,7 +85,7 @@ class Ledger:
         A maker numbers its requests from 1. A retry, with the same number, gets the same answer. A request that arrives
         after a later one, or from a predecessor (a lower incarnation), gets nothing.
         """
-        maker, ask, incarnation, version = request.maker, request.number, request.incarnation, request.version
+        maker, ask, incarnation, version = request.maker_name, request.number, request.incarnation, request.version
         for ending in request.endings:
             self.drop(ending.lease, ending.reason, fate=ending.fate, now=now)
         (last_incarnation, last_ask), answer = self._answers.get(maker, ((-1, 0), None))

@@ -36,7 +36,7 @@ class Ending(NamedTuple):
 class LeaseRequest(NamedTuple):
     """A maker's request for leases. A retry has the same number and gets the same answer."""
 
-    maker: str
+    maker_name: str
     number: int
     version: int  # version of the weights that the maker serves
     wanted: int  # number of samples that the maker can start

@@ -57,7 +57,9 @@ def leased_parcels(first, count):
 @pytest.fixture
 def make_sender(peers):
     def make(*names, **options):
-        return ItemSender(names, **{"peers": peers, "sender": "m", "deadlines": QUICK, "retry_seconds": 0.0} | options)
+        return ItemSender(
+            names, **{"peers": peers, "maker_name": "m", "deadlines": QUICK, "retry_seconds": 0.0} | options
+        )
 
     return make
 

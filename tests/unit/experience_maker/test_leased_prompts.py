@@ -45,7 +45,7 @@ class Story:
             rules[0],
             self,
             peers=self.peers,
-            maker="maker",
+            maker_name="maker",
             deadlines=Deadlines(update_seconds=seconds, batch_seconds=seconds),
             should_stop=lambda: self.is_stopped,
         )

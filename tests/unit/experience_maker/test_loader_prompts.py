@@ -19,4 +19,4 @@ def test_passes_and_steps():
     assert drawn(loader, num_epochs=2) == [1, 2, 1, 2]
     assert drawn(loader, num_epochs=9, num_steps=3) == [1, 2, 1]
     with pytest.raises(DataError, match=r"dataloader_fn.* maker m"):
-        drawn(list, maker="m")
+        drawn(list, maker_name="m")

@@ -73,7 +73,7 @@ class Rig:
             self.fates.append((lease.number, fate, reason)),
             drop(lease, reason, fate=fate, now=now),
         )
-        self.prompts = LeasedPrompts(Prompts(), ["t"], RULES, served, peers=LocalPeers(t=self.buffer), maker="m")
+        self.prompts = LeasedPrompts(Prompts(), ["t"], RULES, served, peers=LocalPeers(t=self.buffer), maker_name="m")
 
     def make(self):
         """Make one batch, and ask for the next."""
