@@ -90,7 +90,7 @@ def submit():
     try:
         make(maker)
     finally:
-        assert maker.num_writing == 0
+        assert maker.num_generating == 0
         maker.engine.submit = real
         make(maker)  # with less, it works
 

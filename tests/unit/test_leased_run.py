@@ -83,26 +83,26 @@ class StreamingWriter(Writer):
         self._groups = {}  # by id: prompts of the group, and for each sample its length and what is written
 
     @property
-    def num_writing(self):
+    def num_generating(self):
         return sum(len(prompts) for prompts, samples in self._groups.values() if not is_complete(samples))
 
     @property
-    def num_written(self):
+    def num_complete(self):
         return sum(len(prompts) for prompts, samples in self._groups.values() if is_complete(samples))
 
-    def submit(self, prompts):
+    def start_samples(self, prompts):
         for group in sorted({sample.group for sample in prompts}):
             mine = [sample for sample in prompts if sample.group == group]
             lengths = {sample.id: self._dice.randrange(1, 5) for sample in mine}
             self._groups[group] = mine, {one: (length, []) for one, length in lengths.items()}
 
-    def write(self):
+    def generate_tokens(self):
         for _, samples in self._groups.values():
             for length, tokens in samples.values():
                 if len(tokens) < length:
                     tokens.append((float(self.actor.number), self.policy_version))
 
-    def score(self):
+    def score_complete(self):
         done = {group: self._groups[group] for group in self._groups if is_complete(self._groups[group][1])}
         self._groups = {group: pair for group, pair in self._groups.items() if group not in done}
         batch = MakerBatch([sample for prompts, _ in done.values() for sample in prompts])
@@ -114,7 +114,7 @@ class StreamingWriter(Writer):
             batch.dropped = error
         return batch
 
-    def finish(self, batch):
+    def finalize(self, batch):
         pass
 
 

@@ -1,8 +1,8 @@
 """The standard experience maker: generate, score, apply the KL penalty, estimate advantages.
 
-submit ──► write, write … ──► score ──► finish
-samples    generate the       complete  wait for rewards,
-           next tokens        groups    estimate advantages
+start_samples ──► generate_tokens, … ──► score_complete ──► finalize
+submit to         the next tokens        complete groups    wait for rewards,
+the engine        of all samples                            estimate advantages
 """
 
 import contextlib
@@ -94,7 +94,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.timeline = Timeline()
         self._samples: dict[int, Sample] = {}  # by id, in the order of submission
         self._units: dict[int, list[int]] = {}  # unit -> ids of its samples, which are scored together
-        self._written: set[int] = set()  # complete units
+        self._complete: set[int] = set()  # complete units
         self._num_without_signal = 0  # samples not yet reported
         self._gap_watch = GapWatch()
         self._next_sample_id = 0
@@ -123,32 +123,32 @@ class NaiveExperienceMaker(ExperienceMaker):
         if sample_ids is None:
             samples = numbered(samples, self._next_sample_id)
             self._next_sample_id += len(samples)
-        self.submit(samples, **generate_kwargs)
-        while self.num_writing:
-            self.write()
-        batch = self.score()
+        self.start_samples(samples, **generate_kwargs)
+        while self.num_generating:
+            self.generate_tokens()
+        batch = self.score_complete()
         if batch.dropped is not None:
             raise batch.dropped
-        self.finish(batch)
+        self.finalize(batch)
         assert batch.experience is not None
         return batch.experience
 
     @property
-    def num_written(self) -> int:
+    def num_complete(self) -> int:
         """Number of samples in complete units, which are ready to be scored."""
-        return sum(len(self._units[unit]) for unit in self._written)
+        return sum(len(self._units[unit]) for unit in self._complete)
 
     @property
-    def num_writing(self) -> int:
+    def num_generating(self) -> int:
         """Number of samples in units that are not complete."""
-        return len(self._samples) - self.num_written
+        return len(self._samples) - self.num_complete
 
     @property
     def room(self) -> int:
         """Number of samples that the engine can start now."""
         return self.engine.room
 
-    def submit(self, samples: Sequence[Sample], **generate_kwargs: Any) -> None:
+    def start_samples(self, samples: Sequence[Sample], **generate_kwargs: Any) -> None:
         """Submit samples whose prompt leaves room for a response to the engine. Units already present start over."""
         tokenizer = getattr(self.reward_model, "tokenizer", None)
         options = GenerateOptions.parse(**generate_kwargs).with_tokenizer(tokenizer)
@@ -165,7 +165,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         for sample in samples:
             self._samples[sample.id] = sample
             self._units.setdefault(sample.unit, []).append(sample.id)
-        self._written |= {sample.unit for sample in samples if self._is_written(sample.unit)}
+        self._complete |= {sample.unit for sample in samples if self._is_complete(sample.unit)}
         if short := [len(sample.tokens) for sample in samples if sample.limit < 1]:
             logger.warning(
                 "dropped %d of %d prompts: no room for a response (longest %d tokens; context %s, max_length %s)",
@@ -176,42 +176,42 @@ class NaiveExperienceMaker(ExperienceMaker):
                 self.engine.submit([sample for sample in samples if sample.limit > 0])
 
     @torch.no_grad()
-    def write(self) -> None:
+    def generate_tokens(self) -> None:
         """Generate the next few tokens of each response."""
         with self._generating():
             self.engine.commit(self.policy_version)
             for sample in self.engine.advance():
                 self._samples[sample.id] = sample
-                if self._is_written(sample.unit):
-                    self._written.add(sample.unit)
+                if self._is_complete(sample.unit):
+                    self._complete.add(sample.unit)
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[None]:
         """Explain device errors, and discard all units after any error."""
         try:
-            with device_errors_explained(f"generating {self.num_writing} responses", LESS_TO_MAKE):
+            with device_errors_explained(f"generating {self.num_generating} responses", LESS_TO_MAKE):
                 yield
         except BaseException:
             for unit in list(self._units):
                 self._forget(unit)
             raise
 
-    def _is_written(self, unit: int) -> bool:
+    def _is_complete(self, unit: int) -> bool:
         samples = (self._samples[one] for one in self._units[unit])
         return all(len(sample.response) or sample.limit < 1 for sample in samples)
 
     def _forget(self, unit: int) -> None:
-        if unit not in self._written:
+        if unit not in self._complete:
             self.engine.cancel(self._units[unit])
-        self._written.discard(unit)
+        self._complete.discard(unit)
         for one in self._units.pop(unit):
             self._samples.pop(one, None)  # ids in a unit may repeat, which engines refuse
 
     @torch.no_grad()
-    def score(self) -> MakerBatch:
+    def score_complete(self) -> MakerBatch:
         """Score all complete units in one pass. Reward functions may still be running when this returns."""
-        batch = MakerBatch([sample for sample in self._samples.values() if sample.unit in self._written])
-        for unit in list(self._written):
+        batch = MakerBatch([sample for sample in self._samples.values() if sample.unit in self._complete])
+        for unit in list(self._complete):
             self._forget(unit)
         written = [sample for sample in batch.samples if sample.limit > 0]
         for sample in batch.samples:
@@ -230,7 +230,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         return batch
 
     @torch.no_grad()
-    def finish(self, batch: MakerBatch) -> None:
+    def finalize(self, batch: MakerBatch) -> None:
         """Wait for the scores, drop samples without a finite one, and estimate advantages."""
         experience = batch.experience
         assert experience is not None

@@ -61,7 +61,7 @@ class ExperiencePipeline:
         """Prompts without ids are numbered from `first_sample_id`. Weight updates are committed between tokens with
         `commit_between_tokens`, otherwise only when no sample is in work."""
         self.timeline = maker.timeline = served.timeline = timeline or Timeline()
-        self.maker = maker
+        self.experience_maker = maker
         self.writer: NaiveExperienceMaker | None = maker if _can_stream(maker) else None
         """The maker if it supports continuous batching; None if it makes whole batches."""
         self.served = served
@@ -85,7 +85,7 @@ class ExperiencePipeline:
     @property
     def num_in_work(self) -> int:
         """Number of samples that were submitted and not yet returned by `advance`."""
-        return len(self._whole) if self.writer is None else self.writer.num_writing + self.writer.num_written
+        return len(self._whole) if self.writer is None else self.writer.num_generating + self.writer.num_complete
 
     @property
     def takes_more(self) -> bool:
@@ -102,7 +102,7 @@ class ExperiencePipeline:
             self._whole = samples
         else:  # an engine may move the weights in memory; no update may be committed meanwhile
             with contextlib.nullcontext() if self._is_using else self.served.use():
-                self.writer.submit(samples, **self._generate_kwargs)
+                self.writer.start_samples(samples, **self._generate_kwargs)
         self._most_in_work = max(self._most_in_work, self.num_in_work)
 
     def advance(self, *, in_batches: bool = False) -> MakerBatch | None:
@@ -111,12 +111,12 @@ class ExperiencePipeline:
         With `in_batches`, everything is scored at once when all responses are complete. With `commit_between_tokens`, a
         weight update is committed here if no complete group waits to be scored, otherwise only when nothing is in work.
         """
-        maker, writer = self.maker, self.writer
+        maker, writer = self.experience_maker, self.writer
         try:
             if not self._is_using:
                 maker.policy_version = self._use.enter_context(self.served.use())
                 self._is_using = True
-            elif self._commit_between_tokens and writer is not None and not writer.num_written:
+            elif self._commit_between_tokens and writer is not None and not writer.num_complete:
                 maker.policy_version = self.served.commit_point()
             faults.reach("maker.generating")
             batch = None
@@ -125,10 +125,10 @@ class ExperiencePipeline:
                     samples, self._whole = self._whole, []
                     batch = make_whole_batch(maker, samples, self._generate_kwargs)
                 else:
-                    if writer.num_writing:
-                        writer.write()
-                    if writer.num_written and self._is_due(writer, in_batches=in_batches):
-                        batch, self._num_late = writer.score(), 0
+                    if writer.num_generating:
+                        writer.generate_tokens()
+                    if writer.num_complete and self._is_due(writer, in_batches=in_batches):
+                        batch, self._num_late = writer.score_complete(), 0
                         self._last_scored = batch
             if batch is not None:
                 batch.version, batch.incarnation = maker.policy_version, self.served.incarnation
@@ -141,11 +141,11 @@ class ExperiencePipeline:
 
     def _is_due(self, writer: NaiveExperienceMaker, *, in_batches: bool) -> bool:
         """Whether to score the complete groups now."""
-        num_writing, num_written = writer.num_writing, writer.num_written
-        if in_batches or not num_writing:
-            return not num_writing
+        num_generating, num_complete = writer.num_generating, writer.num_complete
+        if in_batches or not num_generating:
+            return not num_generating
         self._num_late += 1
-        is_enough = num_written >= _SCORED_SHARE * self._most_in_work or self._num_late >= _MAX_LATE
+        is_enough = num_complete >= _SCORED_SHARE * self._most_in_work or self._num_late >= _MAX_LATE
         # While a reward function is still busy with the last batch, collect more groups for the next one.
         is_free = self._last_scored is None or self._last_scored.is_ready
         return (is_enough and is_free) or (self._commit_between_tokens and self.served.has_pending)
@@ -169,7 +169,7 @@ class ExperiencePipeline:
         """
         try:
             if batch.dropped is None and self.writer is not None:
-                self.writer.finish(batch)
+                self.writer.finalize(batch)
         except AllSamplesDropped as error:
             batch.dropped = error
         if batch.dropped is not None:
@@ -180,15 +180,17 @@ class ExperiencePipeline:
         num_dropped = len(batch.samples) - num_made - len(quarantined)
         if num_dropped < 0:
             raise DataError(
-                f"{type(self.maker).__name__}.make_experience returned {num_made} samples for {len(batch.samples)} "
-                "prompts. Return at most one sample per row of the batch. To sample a prompt several times, set "
-                "rollout.samples_per_prompt, which repeats it in the batch."
+                f"{type(self.experience_maker).__name__}.make_experience returned {num_made} samples for "
+                f"{len(batch.samples)} prompts. Return at most one sample per row of the batch. To sample a prompt "
+                "several times, set rollout.samples_per_prompt, which repeats it in the batch."
             )
         self.num_made += num_made
         self.num_dropped += num_dropped
         self.num_quarantined += len(quarantined)
         self._quarantined_groups |= {*quarantined}
-        if batch.quarantined and len(self._quarantined_groups) > (limit := self.maker.reward_model.max_quarantined):
+        if batch.quarantined and len(self._quarantined_groups) > (
+            limit := self.experience_maker.reward_model.max_quarantined
+        ):
             raise RewardError(
                 f"the reward failed on {counted(len(self._quarantined_groups), 'group')} of this maker, more than "
                 f"reward.max_quarantined ({limit}). They are listed in quarantine.jsonl. The last: "
@@ -223,7 +225,7 @@ class ExperiencePipeline:
         }
         use = self.timeline.take()
         make_seconds = max(1e-9, use.spent("generate", "score", "wait_rewards"))
-        num_samples, scorer = experience.num_samples, self.maker.reward_model
+        num_samples, scorer = experience.num_samples, self.experience_maker.reward_model
         texts = sample_texts(experience, scorer.tokenizer, samples_kept) if isinstance(scorer, RewardScorer) else []
         by_id = {sample.id: sample for sample in batch.samples}
         for text in texts:
@@ -232,7 +234,7 @@ class ExperiencePipeline:
             "version": batch.version,
             "incarnation": batch.incarnation,
             "metrics": {
-                **batch_metrics(experience, has_reference=self.maker.initial_model is not None),
+                **batch_metrics(experience, has_reference=self.experience_maker.initial_model is not None),
                 "maker/samples_per_second": Mean(num_samples / make_seconds, float(num_samples)),
                 **{name: Sum(float(count - before.get(name, 0))) for name, count in self._reported.items()},
                 "weights/commit_seconds": Max(self.served.last_commit_seconds),
@@ -270,10 +272,12 @@ def make_whole_batch(maker: ExperienceMaker, samples: list[Sample], generate_kwa
 def _can_stream(maker: ExperienceMaker) -> TypeGuard[NaiveExperienceMaker]:
     """Whether the maker supports continuous batching.
 
-    False if the most derived class that defines `submit` or `make_experience` defines only `make_experience`.
+    False if the most derived class that defines `start_samples` or `make_experience` defines only `make_experience`.
     """
-    first = next(vars(owner) for owner in type(maker).__mro__ if {"submit", "make_experience"} & vars(owner).keys())
-    return "submit" in first
+    first = next(
+        vars(owner) for owner in type(maker).__mro__ if {"start_samples", "make_experience"} & vars(owner).keys()
+    )
+    return "start_samples" in first
 
 
 def _declared_keywords(maker_class: type) -> set[str]:

@@ -177,7 +177,7 @@ def estimate_advantages(experience: Experience, algorithm: AlgorithmSettings) ->
         return reinforce_returns(rewards, mask, gamma=algorithm.gamma, group_ids=compared), None
     # Skip the KL if its coefficient is 0: the estimate may overflow to inf, and 0 * inf is nan.
     totals = scores - kl_coef * zero_padding(kl, mask, name="kl").sum(-1) if kl_coef else scores
-    assert group_ids is not None  # checked by `NaiveExperienceMaker.submit`
+    assert group_ids is not None  # checked by `NaiveExperienceMaker.start_samples`
     if kind == "leave_one_out":
         return spread(rloo_advantages(totals, group_ids), mask), None
     divide_by: Any = {"group_normalized": "deviation", "group_over_mean": "mean"}.get(kind, "nothing")

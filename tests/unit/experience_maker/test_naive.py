@@ -73,10 +73,10 @@ def make_experience(maker, prompts=PROMPTS, *, extra=0, **kwargs):
 
 def begun(maker, prompts, **options):
     """What the loop does with a batch, up to its rewards."""
-    maker.submit(prompts, **options)
-    while maker.num_writing:
-        maker.write()
-    return maker.score()
+    maker.start_samples(prompts, **options)
+    while maker.num_generating:
+        maker.generate_tokens()
+    return maker.score_complete()
 
 
 def texts(experience):
@@ -444,7 +444,7 @@ def test_a_number_of_the_models_that_is_not_finite_costs_its_sample(make_maker, 
         [Sample(one, prompt) for one, prompt in enumerate(PROMPTS)],
         max_new_tokens=6,
     )
-    maker.finish(batch)
+    maker.finalize(batch)
     is_dropped = number != "KL" or kl_coef > 0  # where there is no penalty, nothing is made of the KL
     assert batch.experience.sample_ids.tolist() == ([0, 1, 3] if is_dropped else [0, 1, 2, 3])
     # The KL follows from the log-probs; what was wrong first is the reason.
@@ -617,11 +617,11 @@ def test_samples_without_signal_are_reported_with_the_next_batch_that_has_some(m
     maker = scored_maker(make_maker, [2.0, 2.0, 1.0, 1.0], "dapo")
     prompts = [Sample(one, prompt, group=[3, 3, 5, 5][one]) for one, prompt in enumerate(PROMPTS)]
     with pytest.raises(NoSignal):
-        maker.finish(begun(maker, prompts, max_new_tokens=2))
+        maker.finalize(begun(maker, prompts, max_new_tokens=2))
     maker.reward_model = Scores(torch.tensor([2.0, 2.0, 0.0, 1.0]))
     for expected in (4 + 2, 2):
         batch = begun(maker, prompts, max_new_tokens=2)
-        maker.finish(batch)
+        maker.finalize(batch)
         assert batch.metrics["maker/no_signal"].value == expected
 
 

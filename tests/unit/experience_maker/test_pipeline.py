@@ -59,7 +59,7 @@ def test_samples_are_numbered_on_from_the_first_id_and_options_reach_the_maker()
     columns = {"answer": ["a", "b"]}
     make(pipeline, batch_of(2, group_ids=torch.tensor([8, 9]), columns=columns))
     make(pipeline, batch_of(3))
-    first, second = pipeline.maker.calls
+    first, second = pipeline.experience_maker.calls
     assert (first["sample_ids"].tolist(), second["sample_ids"].tolist()) == ([100, 101], [102, 103, 104])
     assert first["group_ids"].tolist() == [8, 9]
     assert first["columns"] == columns
@@ -68,9 +68,9 @@ def test_samples_are_numbered_on_from_the_first_id_and_options_reach_the_maker()
 
 def test_a_maker_of_whole_batches_gets_prompts_where_its_actor_is():
     pipeline, devices = pipeline_of(), []
-    pipeline.maker.actor.to("meta")  # a device that every machine has
-    make_experience = pipeline.maker.make_experience
-    pipeline.maker.make_experience = lambda *tokens, **options: (
+    pipeline.experience_maker.actor.to("meta")  # a device that every machine has
+    make_experience = pipeline.experience_maker.make_experience
+    pipeline.experience_maker.make_experience = lambda *tokens, **options: (
         devices.extend(one.device.type for one in tokens) or make_experience(*tokens, **options)
     )
     make(pipeline, batch_of(2))
@@ -80,19 +80,19 @@ def test_a_maker_of_whole_batches_gets_prompts_where_its_actor_is():
 def test_ids_of_the_batch_are_kept():
     pipeline = pipeline_of()
     make(pipeline, batch_of(2, sample_ids=torch.tensor([40, 7])))
-    assert pipeline.maker.calls[0]["sample_ids"].tolist() == [40, 7]
+    assert pipeline.experience_maker.calls[0]["sample_ids"].tolist() == [40, 7]
 
 
 def test_experience_is_labelled_with_the_version_that_serves_even_if_a_newer_one_arrives_meanwhile():
     pipeline = pipeline_of()
     pipeline.served.offer(update(3))
-    pipeline.maker.while_making = lambda: pipeline.served.offer(update(4))
+    pipeline.experience_maker.while_making = lambda: pipeline.served.offer(update(4))
     make(pipeline, batch_of(1))
-    assert pipeline.maker.policy_version == 3
+    assert pipeline.experience_maker.policy_version == 3
     assert pipeline.served.version == 4
-    pipeline.maker.while_making = lambda: None
+    pipeline.experience_maker.while_making = lambda: None
     make(pipeline, batch_of(1))
-    assert [call["version"] for call in pipeline.maker.calls] == [3, 4]
+    assert [call["version"] for call in pipeline.experience_maker.calls] == [3, 4]
 
 
 def test_counts_add_up():
@@ -134,7 +134,7 @@ def test_batches_without_signal_do_not_count_towards_faults():
     for _ in plan:
         assert make(pipeline, batch_of(64)) is None
     for _ in range(MAX_EMPTY_BATCHES - 1):
-        pipeline.maker.plan.append(AllSamplesDropped("nan"))
+        pipeline.experience_maker.plan.append(AllSamplesDropped("nan"))
         assert make(pipeline, batch_of(64)) is None
 
 

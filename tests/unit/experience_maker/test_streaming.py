@@ -218,8 +218,8 @@ class Watched(NaiveExperienceMaker):
         super().__init__(*args, **kwargs)
         self.scored = []
 
-    def score(self):
-        batch = super().score()
+    def score_complete(self):
+        batch = super().score_complete()
         self.scored.append((self.policy_version, batch))
         return batch
 
@@ -240,8 +240,8 @@ def test_slow_rewards_are_asked_for_much_at_a_time():
         assert is_over.wait(SECONDS)
 
     class Second(Watched):
-        def score(self):
-            batch = super().score()
+        def score_complete(self):
+            batch = super().score_complete()
             if len(self.scored) == 2:
                 is_over.set()
             return batch

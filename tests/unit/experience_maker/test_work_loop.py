@@ -94,8 +94,8 @@ class Rig:
         actor = Actor(llama(seed=1))
         engine = WatchedEngine(actor, self.story, before_token)
         maker = maker_class(actor, Critic(llama(seed=2)), scorer, Actor(llama(seed=3)), engine=engine)
-        self.score, maker.score = maker.score, self._score
-        self.finish, maker.finish = maker.finish, self._finish
+        self.score, maker.score_complete = maker.score_complete, self._score
+        self.finish, maker.finalize = maker.finalize, self._finish
         self.finishing = threading.Event()
         self.served = ServedModels(maker.trained_models)
         self.pipeline = ExperiencePipeline(
@@ -131,7 +131,9 @@ class Rig:
         return {"input_ids": [[3, 4]] * SIZE, "sample_ids": ids, "prompt": list(map(str, ids))}
 
     def offer(self, version):
-        weights = {("actor", name): tensor for name, tensor in self.pipeline.maker.actor.state_dict().items()}
+        weights = {
+            ("actor", name): tensor for name, tensor in self.pipeline.experience_maker.actor.state_dict().items()
+        }
         self.served.offer(VerifiedUpdate(version=version, tensors=weights, is_full=False))
 
     def _score(self):
