@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 # replacements for dropped samples come in small batches, several of which may fail in a row by chance.
 MAX_EMPTY_BATCHES = 5
 MIN_DROPPED_IN_A_ROW = 64
-# Complete groups are scored when they reach this fraction of the largest number of samples in work so far, or after
+# Complete groups are scored when they reach this fraction of the largest number of samples in progress so far, or after
 # this many generation steps: a pass over few samples takes nearly as long as one over many, but trainers may wait.
-_SCORED_SHARE = 0.5
-_MAX_LATE = 16
+_SCORED_FRACTION = 0.5
+_MAX_STEPS_WAITED = 16
 # Dynamic sampling drops by design, and may drop everything for a long time at the start of a hard task.
 MAX_BATCHES_WITHOUT_SIGNAL = 100
 
@@ -59,10 +59,10 @@ class ExperiencePipeline:
         timeline: Timeline | None = None,
     ) -> None:
         """Prompts without ids are numbered from `first_sample_id`. Weight updates are committed between tokens with
-        `commit_between_tokens`, otherwise only when no sample is in work."""
+        `commit_between_tokens`, otherwise only when no sample is in progress."""
         self.timeline = maker.timeline = served.timeline = timeline or Timeline()
         self.experience_maker = maker
-        self.writer: NaiveExperienceMaker | None = maker if _can_stream(maker) else None
+        self.continuous_maker: NaiveExperienceMaker | None = maker if _supports_continuous_batching(maker) else None
         """The maker if it supports continuous batching; None if it makes whole batches."""
         self.served = served
         self.num_made = 0
@@ -70,106 +70,108 @@ class ExperiencePipeline:
         self.num_quarantined = 0
         self._generate_kwargs = dict(generate_kwargs or {})
         self._next_sample_id = first_sample_id
-        self._whole: list[Sample] = []  # the next batch for a maker of whole batches
+        self._next_batch: list[Sample] = []  # the next batch for a maker of whole batches
         self._commit_between_tokens = commit_between_tokens
-        self._use = contextlib.ExitStack()
-        self._is_using = False  # whether the models are in use, so no update may be committed
-        self._most_in_work = 1  # largest number of samples in work at once
+        self._model_use = contextlib.ExitStack()
+        self._uses_models = False  # whether the models are in use, so no update may be committed
+        self._max_in_progress = 1  # largest number of samples in progress at once
         self._last_scored: MakerBatch | None = None
-        self._num_late = 0  # calls of `advance` since the first unscored group completed
+        self._num_steps_waited = 0  # calls of `generate_and_score` since the first unscored group completed
         self._num_dropped_in_a_row = 0
         self._num_faults_in_a_row = 0  # of those, not dropped by dynamic sampling
         self._quarantined_groups: set[int] = set()
         self._reported: dict[str, int] = {}
 
     @property
-    def num_in_work(self) -> int:
-        """Number of samples that were submitted and not yet returned by `advance`."""
-        return len(self._whole) if self.writer is None else self.writer.num_generating + self.writer.num_complete
+    def num_in_progress(self) -> int:
+        """Number of samples that were added and not yet returned by `generate_and_score`."""
+        maker = self.continuous_maker
+        return len(self._next_batch) if maker is None else maker.num_generating + maker.num_complete
 
     @property
-    def takes_more(self) -> bool:
-        """Whether more samples may be submitted now. False while a weight update waits for the samples in work."""
-        return self._commit_between_tokens or not (self.num_in_work and self.served.has_pending)
+    def accepts_samples(self) -> bool:
+        """Whether more samples may be added now. False while a weight update waits for the samples in progress."""
+        return self._commit_between_tokens or not (self.num_in_progress and self.served.has_pending)
 
-    def submit(self, samples: list[Sample]) -> None:
-        """Submit samples for generation."""
+    def add_samples(self, samples: list[Sample]) -> None:
+        """Add samples to generate responses for."""
         if samples[0].id == UNKNOWN_ID:
             samples = numbered(samples, self._next_sample_id)
             self._next_sample_id += len(samples)
-        if self.writer is None:
-            assert not self._whole
-            self._whole = samples
+        if self.continuous_maker is None:
+            assert not self._next_batch
+            self._next_batch = samples
         else:  # an engine may move the weights in memory; no update may be committed meanwhile
-            with contextlib.nullcontext() if self._is_using else self.served.use():
-                self.writer.start_samples(samples, **self._generate_kwargs)
-        self._most_in_work = max(self._most_in_work, self.num_in_work)
+            with contextlib.nullcontext() if self._uses_models else self.served.use():
+                self.continuous_maker.start_samples(samples, **self._generate_kwargs)
+        self._max_in_progress = max(self._max_in_progress, self.num_in_progress)
 
-    def advance(self, *, in_batches: bool = False) -> MakerBatch | None:
+    def generate_and_score(self, *, in_batches: bool = False) -> MakerBatch | None:
         """Generate the next tokens. Score complete groups if it is time to, and return them as a batch.
 
         With `in_batches`, everything is scored at once when all responses are complete. With `commit_between_tokens`, a
-        weight update is committed here if no complete group waits to be scored, otherwise only when nothing is in work.
+        weight update is committed here if no complete group waits for scoring, otherwise only when none is in progress.
         """
-        maker, writer = self.experience_maker, self.writer
+        maker, continuous = self.experience_maker, self.continuous_maker
         try:
-            if not self._is_using:
-                maker.policy_version = self._use.enter_context(self.served.use())
-                self._is_using = True
-            elif self._commit_between_tokens and writer is not None and not writer.num_complete:
+            if not self._uses_models:
+                maker.policy_version = self._model_use.enter_context(self.served.use())
+                self._uses_models = True
+            elif self._commit_between_tokens and continuous is not None and not continuous.num_complete:
                 maker.policy_version = self.served.commit_point()
             faults.reach("maker.generating")
             batch = None
-            with device_errors_explained(f"making {self.num_in_work} samples", LESS_TO_MAKE):
-                if writer is None:
-                    samples, self._whole = self._whole, []
+            with device_errors_explained(f"making {self.num_in_progress} samples", LESS_TO_MAKE):
+                if continuous is None:
+                    samples, self._next_batch = self._next_batch, []
                     batch = make_whole_batch(maker, samples, self._generate_kwargs)
                 else:
-                    if writer.num_generating:
-                        writer.generate_tokens()
-                    if writer.num_complete and self._is_due(writer, in_batches=in_batches):
-                        batch, self._num_late = writer.score_complete(), 0
+                    if continuous.num_generating:
+                        continuous.generate_tokens()
+                    if continuous.num_complete and self._is_due(continuous, in_batches=in_batches):
+                        batch, self._num_steps_waited = continuous.score_complete(), 0
                         self._last_scored = batch
             if batch is not None:
                 batch.version, batch.incarnation = maker.policy_version, self.served.incarnation
         except BaseException:
             self._release()
             raise
-        if not self.num_in_work:
+        if not self.num_in_progress:
             self._release()
         return batch
 
-    def _is_due(self, writer: NaiveExperienceMaker, *, in_batches: bool) -> bool:
+    def _is_due(self, continuous: NaiveExperienceMaker, *, in_batches: bool) -> bool:
         """Whether to score the complete groups now."""
-        num_generating, num_complete = writer.num_generating, writer.num_complete
+        num_generating, num_complete = continuous.num_generating, continuous.num_complete
         if in_batches or not num_generating:
             return not num_generating
-        self._num_late += 1
-        is_enough = num_complete >= _SCORED_SHARE * self._most_in_work or self._num_late >= _MAX_LATE
+        self._num_steps_waited += 1
+        is_overdue = self._num_steps_waited >= _MAX_STEPS_WAITED
+        is_enough = num_complete >= _SCORED_FRACTION * self._max_in_progress or is_overdue
         # While a reward function is still busy with the last batch, collect more groups for the next one.
         is_free = self._last_scored is None or self._last_scored.is_ready
         return (is_enough and is_free) or (self._commit_between_tokens and self.served.has_pending)
 
     def _release(self) -> None:
         """Stop using the models, so updates can be committed."""
-        self._is_using = False
-        self._use.close()
+        self._uses_models = False
+        self._model_use.close()
 
-    def begin(self, samples: list[Sample]) -> MakerBatch:
+    def make_batch(self, samples: list[Sample]) -> MakerBatch:
         """Generate and score one batch alone. Its rewards may still be running when this returns."""
-        self.submit(samples)
-        while (batch := self.advance(in_batches=True)) is None:
+        self.add_samples(samples)
+        while (batch := self.generate_and_score(in_batches=True)) is None:
             pass
         return batch
 
-    def finish(self, batch: MakerBatch) -> Experience | None:
+    def complete_batch(self, batch: MakerBatch) -> Experience | None:
         """Wait for the rewards of a batch and return its experience; None if all samples were dropped.
 
         Call it for the oldest batch first. It runs no model.
         """
         try:
-            if batch.dropped is None and self.writer is not None:
-                self.writer.finalize(batch)
+            if batch.dropped is None and self.continuous_maker is not None:
+                self.continuous_maker.finalize(batch)
         except AllSamplesDropped as error:
             batch.dropped = error
         if batch.dropped is not None:
@@ -210,7 +212,7 @@ class ExperiencePipeline:
         logger.log(logging.DEBUG if is_by_design else logging.WARNING, "a whole batch was dropped: %s", error)
         limits = {MAX_EMPTY_BATCHES: self._num_faults_in_a_row, MAX_BATCHES_WITHOUT_SIGNAL: self._num_dropped_in_a_row}
         for max_batches, count in limits.items():
-            if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * self._most_in_work):
+            if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * self._max_in_progress):
                 raise DataError(f"{count} samples in a row had to be dropped. The last: {error}") from error
 
     def record(self, batch: MakerBatch, *, samples_kept: int, num_skipped: int = 0) -> dict[str, Any]:
@@ -269,7 +271,7 @@ def make_whole_batch(maker: ExperienceMaker, samples: list[Sample], generate_kwa
     return MakerBatch(samples, experience)
 
 
-def _can_stream(maker: ExperienceMaker) -> TypeGuard[NaiveExperienceMaker]:
+def _supports_continuous_batching(maker: ExperienceMaker) -> TypeGuard[NaiveExperienceMaker]:
     """Whether the maker supports continuous batching.
 
     False if the most derived class that defines `start_samples` or `make_experience` defines only `make_experience`.

@@ -59,7 +59,7 @@ class WorkLoop:
 
     def __post_init__(self) -> None:
         # The maker if it batches continuously, None if it works on whole batches.
-        self._writer = self.pipeline.writer if self.source.capacity > 0 else None
+        self._continuous_maker = self.pipeline.continuous_maker if self.source.capacity > 0 else None
         self._pending: deque[MakerBatch] = deque()  # scored batches, oldest first
         self._has_started = False  # whether the start hooks of the current batch have been called
         self._drawn: Future[Any] | None = None  # the next work
@@ -71,7 +71,7 @@ class WorkLoop:
         try:
             while self._begin_stretch(thread):
                 with self.pipeline.timeline.span("generate"):
-                    while self.pipeline.num_in_work:
+                    while self.pipeline.num_in_progress:
                         self._advance()
                         self._ask(thread)
                         self._take_drawn()
@@ -92,7 +92,7 @@ class WorkLoop:
         if isinstance(work, list):
             self._start_hooks()
             with self.pipeline.timeline.span("generate"):
-                self._pending.append(self.pipeline.begin(work))
+                self._pending.append(self.pipeline.make_batch(work))
             self._finish_pending()
             self.sender.flush()
         elif work is not None:
@@ -100,8 +100,8 @@ class WorkLoop:
         return work is not None
 
     def _begin_stretch(self, thread: BackgroundThread) -> bool:
-        """Wait until samples are in work. Return False at the end of the source or after a stop."""
-        while not self.pipeline.num_in_work:
+        """Wait until samples are in progress. Return False at the end of the source or after a stop."""
+        while not self.pipeline.num_in_progress:
             while self._pending and self._pending[0].is_ready:
                 self._finish(self._pending.popleft())
             self._ask(thread)
@@ -123,12 +123,12 @@ class WorkLoop:
     def _room(self) -> int | None:
         """Return the number of samples that there is room for; None if it is too small for a request."""
         source, pipeline = self.source, self.pipeline
-        num_in_work, num_pending = pipeline.num_in_work, sum(len(batch.samples) for batch in self._pending)
-        if self._writer is None:
-            return source.capacity if not num_in_work and len(self._pending) < 2 else None
-        room = min(source.capacity - num_in_work, self._writer.room)
-        is_enough = room >= max(source.least, _ASKED_SHARE * (num_in_work + room)) or not num_in_work
-        return room if is_enough and num_pending <= source.capacity and pipeline.takes_more else None
+        num_in_progress, num_pending = pipeline.num_in_progress, sum(len(batch.samples) for batch in self._pending)
+        if self._continuous_maker is None:
+            return source.capacity if not num_in_progress and len(self._pending) < 2 else None
+        room = min(source.capacity - num_in_progress, self._continuous_maker.room)
+        is_enough = room >= max(source.least, _ASKED_SHARE * (num_in_progress + room)) or not num_in_progress
+        return room if is_enough and num_pending <= source.capacity and pipeline.accepts_samples else None
 
     def _await_drawn(self, drawn: "Future[Any]") -> bool:
         """Wait for requested work, and finish batches meanwhile. Return False if a stop comes first."""
@@ -162,11 +162,11 @@ class WorkLoop:
         if work is None:
             self._has_more = False
         elif isinstance(work, list):
-            if not self._pending and not self.pipeline.num_in_work:
+            if not self._pending and not self.pipeline.num_in_progress:
                 self._start_hooks()
-            self.pipeline.submit(work)
+            self.pipeline.add_samples(work)
         else:
-            while self.pipeline.num_in_work:
+            while self.pipeline.num_in_progress:
                 self._advance()
             self._finish_pending()
             # This work may take long, and trainers may be waiting for the items and for the leases that ended.
@@ -176,7 +176,7 @@ class WorkLoop:
 
     def _advance(self) -> None:
         """Generate the next tokens, and deliver ready batches as long as that does not block."""
-        if (batch := self.pipeline.advance(in_batches=self._writer is None)) is not None:
+        if (batch := self.pipeline.generate_and_score(in_batches=self._continuous_maker is None)) is not None:
             self._pending.append(batch)
         self.sender.collect()
         while self._pending and self._pending[0].is_ready and self.sender.has_room():
@@ -189,7 +189,7 @@ class WorkLoop:
     def _finish(self, batch: MakerBatch) -> None:
         """Wait for the rewards of a batch and deliver it."""
         try:
-            experience = self.pipeline.finish(batch)
+            experience = self.pipeline.complete_batch(batch)
         finally:
             for sample in batch.quarantined:
                 self.record({"quarantined": sample, "version": batch.version})

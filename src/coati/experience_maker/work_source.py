@@ -34,7 +34,7 @@ class WorkSource(ABC):
 
     wait_name = "wait_prompts"  # the timeline's name for waiting for prompts
     capacity = 0
-    """Number of samples in work at once with continuous batching; 0 for whole batches."""
+    """Number of samples in progress at once with continuous batching; 0 for whole batches."""
     least = 1  # smallest number of samples that a request returns
     num_skipped = 0  # number of prompts skipped so far
     awaited = "the next batch of prompts. Check what the data loader waits for"

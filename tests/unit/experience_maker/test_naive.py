@@ -224,8 +224,8 @@ def test_cut_responses_are_those_that_the_engine_cut(make_maker):
         maker, ServedModels(maker.trained_models), generate_kwargs={"max_new_tokens": 3, "eos_token_id": []}
     )
     input_ids, attention_mask = padded(PROMPTS, 0)
-    batch = pipeline.begin(parse_prompts({"input_ids": input_ids, "attention_mask": attention_mask}))
-    assert pipeline.finish(batch) is not None
+    batch = pipeline.make_batch(parse_prompts({"input_ids": input_ids, "attention_mask": attention_mask}))
+    assert pipeline.complete_batch(batch) is not None
     metrics = pipeline.record(batch, samples_kept=0)["metrics"]
     assert metrics["response/cut_fraction"].value == 0.25
 

@@ -77,8 +77,8 @@ class Rig:
 
     def make(self):
         """Make one batch, and ask for the next."""
-        batch = self.pipeline.begin(self.prompts.poll(8))
-        experience = self.pipeline.finish(batch)
+        batch = self.pipeline.make_batch(self.prompts.poll(8))
+        experience = self.pipeline.complete_batch(batch)
         self.buffer.extend(
             self.prompts.attach_leases(batch, [] if experience is None else split_experience_batch(experience))
         )
@@ -180,17 +180,17 @@ def test_a_batch_of_nothing_but_failures_is_in_quarantine_and_not_dropped(llama)
 
 def test_over_the_budget_the_run_ends_with_the_reason(llama):
     rig = Rig(llama, bad=[2, 4, 7], max_quarantined=2)
-    batch = rig.pipeline.begin(rig.prompts.poll(8))
+    batch = rig.pipeline.make_batch(rig.prompts.poll(8))
     with pytest.raises(RewardError, match=r"3 groups .* reward.max_quarantined \(2\).*The last: .*'no 7'"):
-        rig.pipeline.finish(batch)
+        rig.pipeline.complete_batch(batch)
     assert len(batch.quarantined) == 3  # to be written down all the same
 
 
 def test_the_budget_counts_samples_where_they_are_not_compared(llama):
     rig = Rig(llama, bad=[2, 3], max_quarantined=1, algorithm="reinforce++")
-    batch = rig.pipeline.begin(rig.prompts.poll(8))
+    batch = rig.pipeline.make_batch(rig.prompts.poll(8))
     with pytest.raises(RewardError, match=r"2 groups .* reward.max_quarantined \(1\)"):
-        rig.pipeline.finish(batch)
+        rig.pipeline.complete_batch(batch)
     assert [sample.id for sample in batch.samples if sample.is_quarantined] == [2, 3]
     rig = Rig(llama, bad=[2, 3], max_quarantined=1)
     assert {sample.unit for sample in rig.make().samples if sample.is_quarantined} == {1}

@@ -341,7 +341,7 @@ def test_other_work_is_done_with_an_empty_engine_and_then_the_stream_goes_on():
     class Job:
         def run(self, pipeline, tell):
             tell()
-            done.append((pipeline.num_in_work, len(rig.sent), pipeline is rig.pipeline, list(rig.accounts)))
+            done.append((pipeline.num_in_progress, len(rig.sent), pipeline is rig.pipeline, list(rig.accounts)))
 
     rig = Rig(lambda one: 3 + one % 3, total=12, capacity=4)
     rig.source.extra = [Job()]
@@ -361,7 +361,7 @@ def test_an_error_of_the_engine_ends_the_loop_after_what_was_scored_before():
     assert {0, 1} <= {one for one, _ in rig.sent}
     rig.offer(3)
     assert rig.served.version == 3  # the models are free
-    assert rig.pipeline.num_in_work == 0
+    assert rig.pipeline.num_in_progress == 0
 
 
 def test_a_maker_with_a_way_of_its_own_makes_whole_batches():

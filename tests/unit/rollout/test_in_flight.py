@@ -114,14 +114,14 @@ BATCH = parse_prompts(PROMPTS)
 
 def test_in_flight_an_update_that_comes_during_a_generation_is_taken_by_the_next_token(pipeline):
     running = pipeline(in_flight=True)
-    made = running.finish(running.begin(BATCH))
+    made = running.complete_batch(running.make_batch(BATCH))
     # The update is offered during the forward of the third token; that token is drawn, then the weights change.
     assert made.policy_versions.tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]] * 3
 
 
 def test_between_batches_the_same_update_waits_for_the_batch(pipeline):
     running = pipeline(in_flight=False)
-    made = running.finish(running.begin(BATCH))
+    made = running.complete_batch(running.make_batch(BATCH))
     assert made.policy_versions.eq(0).all()
     assert running.served.version == 1
 
