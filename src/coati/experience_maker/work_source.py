@@ -96,7 +96,7 @@ class LeasedPrompts(WorkSource):
 
     wait_name = "wait_weights"  # new leases become available with new weights
 
-    stream: PromptStream
+    prompts: PromptStream
     trainers: Sequence[str]
     rules: LedgerRules
     served: ServedModels
@@ -110,7 +110,7 @@ class LeasedPrompts(WorkSource):
 
     def __post_init__(self) -> None:
         self.awaited = f"leases for maker {self.maker_name}"
-        self.capacity = self.stream.samples_per_batch
+        self.capacity = self.prompts.samples_per_batch
         self.least = self.rules.group_size * len(self.trainers)
         self._num_requests = 0
         # Ended leases not yet reported, by trainer. Requests run on another thread, but list operations are atomic.
@@ -131,7 +131,7 @@ class LeasedPrompts(WorkSource):
         size = self.rules.group_size
         wanted = max(size, room // len(self.trainers) // size * size)
         epochs = dict(sorted(self._request(wanted)))
-        samples, unusable = self.stream.batch(list(epochs), group_size=size)
+        samples, unusable = self.prompts.batch(list(epochs), group_size=size)
         for number, reason in unusable.items():
             self._end(Lease(number, epochs[number]), f"prompt skipped, {reason}")
         for sample in samples:
@@ -141,7 +141,7 @@ class LeasedPrompts(WorkSource):
     @property
     def num_skipped(self) -> int:  # type: ignore[override]
         """Number of prompts skipped so far."""
-        return self.stream.skipped.total()
+        return self.prompts.skipped.total()
 
     def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
         """Attach leases to the items of a batch and return the items of complete groups. End leases of other groups."""
