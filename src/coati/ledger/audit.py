@@ -62,7 +62,7 @@ class Group:
         return f"being made by {self.maker}" if self.state == "open" else self.state
 
 
-class StreamAccount:
+class TrainerAccount:
     """The account of the groups of one trainer."""
 
     def __init__(self, rules: LedgerRules) -> None:
@@ -135,18 +135,18 @@ class StreamAccount:
 class RunAccount:
     """The accounts of all trainers of a run."""
 
-    streams: list[StreamAccount]
+    trainers: list[TrainerAccount]
     notes: list[str]  # remarks for the reader, such as a journal that ends in a partial record
 
     @property
     def problems(self) -> list[str]:
         """Violations because of which the account does not close; empty if it closes."""
-        found = [problem for stream in self.streams for problem in stream.problems]
+        found = [problem for trainer in self.trainers for problem in trainer.problems]
         trained_by: dict[int, list[int]] = {}  # a number may move to another trainer only before it is trained on
-        for stream in self.streams:
-            for number, group in stream.groups.items():
+        for trainer in self.trainers:
+            for number, group in trainer.groups.items():
                 if group.state == "trained":
-                    trained_by.setdefault(number, []).append(stream.rules.stream)
+                    trained_by.setdefault(number, []).append(trainer.rules.stream)
         twice = [number for number in sorted(trained_by) if len(trained_by[number]) > 1]
         return found + [f"group {number}: trained on by each of trainers {trained_by[number]}" for number in twice]
 
@@ -173,15 +173,15 @@ class RunAccount:
 
     def repeated(self) -> list[Row]:
         """Return the number of returned groups and refused deliveries, which are not fates and not part of the sum."""
-        return self._rows(sum((stream.repeats for stream in self.streams), Counter()))
+        return self._rows(sum((trainer.repeats for trainer in self.trainers), Counter()))
 
     @property
     def _groups(self) -> list[Group]:
-        return [group for stream in self.streams for group in stream.groups.values()]
+        return [group for trainer in self.trainers for group in trainer.groups.values()]
 
     @property
     def _group_size(self) -> int:
-        return self.streams[0].rules.group_size if self.streams else 1
+        return self.trainers[0].rules.group_size if self.trainers else 1
 
     def _rows(self, counts: Counter[tuple[str, str]]) -> list[Row]:
         rows: list[Row] = []
@@ -205,14 +205,14 @@ def audit_run(folder: Path) -> RunAccount:
 
 def account_of(journals: Sequence[JournalContent]) -> RunAccount:
     """Return the account of the journals of all trainers."""
-    streams, notes = [], []
+    trainers, notes = [], []
     for content in journals:
-        streams.append(StreamAccount(content.first_rules))
+        trainers.append(TrainerAccount(content.first_rules))
         for event in content.events:
-            streams[-1].apply(event)
+            trainers[-1].apply(event)
         if content.num_cut:
             notes.append(
                 f"stream-{content.rules.stream}.jsonl ends in a partial record ({content.num_cut} bytes), which was "
                 "ignored: the run was stopped while it wrote, or is writing now."
             )
-    return RunAccount(streams, notes)
+    return RunAccount(trainers, notes)

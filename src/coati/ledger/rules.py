@@ -49,7 +49,8 @@ class LeaseRequest(NamedTuple):
 class LedgerRules:
     """What one trainer consumes, and how far makers may run ahead of it.
 
-    Trainer `stream` of `num_streams` owns every `num_streams`-th lease number of the run.
+    Trainer number `stream` of `num_streams` owns every `num_streams`-th lease number of the run. (These names are part
+    of the journal's format.)
     """
 
     samples_per_version: int

@@ -107,8 +107,8 @@ def test_trainers_take_over_from_others(numbers, max_staleness, given_up, tmp_pa
     assert len(trained) == len(set(trained)) == 2 * SIZE * sum(numbers)
     account = audit_run(tmp_path)
     assert account.problems == []
-    fates = {number: group.fate for stream in account.streams for number, group in stream.groups.items()}
-    assert len(fates) == sum(len(stream.groups) for stream in account.streams), "each number has one ledger"
+    fates = {number: group.fate for trainer in account.trainers for number, group in trainer.groups.items()}
+    assert len(fates) == sum(len(trainer.groups) for trainer in account.trainers), "each number has one ledger"
     assert {number for number, fate in fates.items() if fate == "trained"} == set(trained)
     next_numbers = [state["ledger"]["num_numbers"] * len(states) + stream for stream, state in enumerate(states)]
     assert fates.keys() >= set(range(min(next_numbers))), "no prompt is left out"
@@ -134,6 +134,6 @@ def test_a_run_that_starts_over_voids_what_trainers_that_are_gone_did(tmp_path):
     account = audit_run(tmp_path)
     assert account.problems == []
     trained = [
-        number for stream in account.streams for number, group in stream.groups.items() if group.fate == "trained"
+        number for trainer in account.trainers for number, group in trainer.groups.items() if group.fate == "trained"
     ]
     assert sorted(trained) == sorted(alone.trained)

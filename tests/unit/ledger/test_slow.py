@@ -3,7 +3,7 @@
 import pytest
 from lease_world import World
 
-from coati.ledger.audit import StreamAccount
+from coati.ledger.audit import TrainerAccount
 
 SAMPLES, VERSIONS = 48, 10
 
@@ -13,7 +13,7 @@ def run(speeds: list[float], **options: float) -> World:
     world = World(speeds=speeds, slots=[16] * len(speeds), **settings)  # type: ignore[arg-type]
     assert world.run()
     assert max(world.ages) <= settings["max_staleness"]
-    account = StreamAccount(world.rules[0])
+    account = TrainerAccount(world.rules[0])
     for event in world.ledgers[0].events:
         account.apply(event)
     assert account.problems == []
