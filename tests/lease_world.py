@@ -108,7 +108,9 @@ class World:
                     maker.busy.add((stream, lease))
                     ends = self.now + (max(lengths) if self.in_batches else length)
                     self.at(ends, "done", maker, stream, lease, maker.version)
-                in_flight = sum(work.state != "trained" for work in ledger._works.values()) * ledger.rules.group_size
+                in_flight = (
+                    sum(record.state != "trained" for record in ledger._records.values()) * ledger.rules.group_size
+                )
                 self.most_in_flight = max(self.most_in_flight, in_flight)
 
     def _pick_all(self) -> None:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from coati import faults
 from coati.counting import counted
 from coati.errors import CheckpointError, DeadlineExceeded, StorageError
-from coati.ledger.leases import Ledger, Work
+from coati.ledger.leases import LeaseRecord, Ledger
 from coati.ledger.rules import Event, LedgerRules
 
 logger = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ def redistribute(rules: LedgerRules, states: Sequence[Mapping[str, Any]]) -> dic
         "num_dropped": num_numbers - len(own) - num_samples // rules.group_size,
         "num_trained": num_samples,
         "picked": [],
-        "works": [dataclasses.asdict(Work(number)) for number in own],
+        "works": [dataclasses.asdict(LeaseRecord(number)) for number in own],
     }
 
 

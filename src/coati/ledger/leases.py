@@ -31,7 +31,7 @@ _COUNTERS = ("version", "num_picked", "num_numbers", "num_dropped", "num_trained
 
 
 @dataclasses.dataclass(slots=True)
-class Work:
+class LeaseRecord:
     """A lease that is not trained on, dropped or quarantined yet."""
 
     number: int
@@ -68,7 +68,7 @@ class Ledger:
         self.num_numbers = 0  # numbers granted at least once
         self.num_dropped = 0  # numbers dropped or quarantined
         self.num_trained = 0  # samples
-        self._works: dict[int, Work] = {}
+        self._records: dict[int, LeaseRecord] = {}
         self._picked: deque[int] = deque()  # numbers picked and not yet trained on
         self._returned: list[int] = []  # numbers
         self._delivered: list[tuple[int, int]] = []  # heap of (deadline, number)
@@ -111,7 +111,7 @@ class Ledger:
             pace.note_request()
             self.events.append({"grant": numbers, "maker": maker, "version": version})
         pace.room = 0 if numbers else request.wanted
-        leases = [Lease(number, self._works[number].epoch) for number in numbers]
+        leases = [Lease(number, self._records[number].epoch) for number in numbers]
         self._answers[maker] = (incarnation, ask), leases
         return leases
 
@@ -123,7 +123,7 @@ class Ledger:
             for lease in refused:
                 self._end_late(lease, now, is_made=True)
         for lease in fresh:
-            self._paces[self._works[lease.number].maker].end(self.rules.group_size, now)
+            self._paces[self._records[lease.number].maker].end(self.rules.group_size, now)
         if fresh:
             self._change({"deliver": [lease.number for lease in fresh]})
         return fresh
@@ -136,13 +136,13 @@ class Ledger:
         if not self._is_open(lease):
             self._end_late(lease, now, is_made=False)
             return False
-        self._paces[self._works[lease.number].maker].end(self.rules.group_size, now, is_made=False)
+        self._paces[self._records[lease.number].maker].end(self.rules.group_size, now, is_made=False)
         self._change({fate: [lease.number], "reason": reason})
         return True
 
     def _is_open(self, lease: Lease) -> bool:
-        work = self._works.get(lease.number)
-        return work is not None and work.state == "open" and work.epoch == lease.epoch
+        record = self._records.get(lease.number)
+        return record is not None and record.state == "open" and record.epoch == lease.epoch
 
     def _end_late(self, lease: Lease, now: float, *, is_made: bool) -> None:
         """Update the speed of a maker that ended a lease after it was taken back."""
@@ -162,7 +162,9 @@ class Ledger:
         self._taken_back = {lease: name for lease, name in self._taken_back.items() if name != maker}
         if maker in self._answers:  # a retry of an earlier request must not get its leases
             self._answers[maker] = self._answers[maker][0], None
-        numbers = sorted(work.number for work in self._works.values() if work.state == "open" and work.maker == maker)
+        numbers = sorted(
+            record.number for record in self._records.values() if record.state == "open" and record.maker == maker
+        )
         if numbers:
             self._change({"return": numbers, "reason": reason})
         return numbers
@@ -175,13 +177,13 @@ class Ledger:
         """
         size, numbers = self.rules.group_size, []
         quicker = {maker: self._paces.quicker_than(maker, now) for maker in self._paces}
-        works = [work for work in self._works.values() if work.state == "open" and not work.slow_maker]
-        for work in sorted(works, key=lambda work: (work.deadline, work.number)):
-            paces = (self._paces[name] for name in quicker.get(work.maker, ()))
+        records = [record for record in self._records.values() if record.state == "open" and not record.slow_maker]
+        for record in sorted(records, key=lambda record: (record.deadline, record.number)):
+            paces = (self._paces[name] for name in quicker.get(record.maker, ()))
             if (pace := next((pace for pace in paces if pace.room >= size), None)) is not None:
                 pace.room -= size
-                self._taken_back[Lease(work.number, work.epoch)] = work.maker
-                numbers.append(work.number)
+                self._taken_back[Lease(record.number, record.epoch)] = record.maker
+                numbers.append(record.number)
         if numbers:
             self._change({"return": numbers, "reason": "slow maker", "is_slow": True})
         return numbers
@@ -212,9 +214,9 @@ class Ledger:
 
     def blocked_by(self) -> Counter[str]:
         """Return the number of groups that the next batch waits for, by the maker that holds them, for messages."""
-        open_ones = (work for work in self._works.values() if work.state in ("open", "returned"))
+        open_ones = (record for record in self._records.values() if record.state in ("open", "returned"))
         due = self._pick_version
-        return Counter(work.maker for work in open_ones if work.state == "returned" or work.deadline <= due)
+        return Counter(record.maker for record in open_ones if record.state == "returned" or record.deadline <= due)
 
     # Rules
 
@@ -226,14 +228,14 @@ class Ledger:
     def _next_for(self, maker: str, now: float) -> int:
         """Return the number to grant this maker next: a returned one that it is fast enough for, or a new one."""
         for number in sorted(self._returned):
-            quicker = self._paces.quicker_than(self._works[number].slow_maker, now)
+            quicker = self._paces.quicker_than(self._records[number].slow_maker, now)
             if not quicker or maker in quicker:
                 return number
         return self.num_numbers * self.rules.num_streams + self.rules.stream
 
     def _may_grant(self, number: int, version: int) -> bool:
         rules, size = self.rules, self.rules.group_size
-        is_new = number not in self._works
+        is_new = number not in self._records
         if is_new:
             granted = (self.num_numbers - self.num_dropped) * size
             if granted + size > min(rules.total_samples, rules.limit + self.num_trained):
@@ -263,7 +265,7 @@ class Ledger:
     def _may_pick(self, deadline: int, number: int) -> bool:
         """Whether a delivered group may be picked now, ahead of groups that are not delivered yet."""
         if self.rules.is_on_policy:
-            return number == min(number for number, work in self._works.items() if work.state != "picked")
+            return number == min(number for number, record in self._records.items() if record.state != "picked")
         due = 0
         for earlier in sorted(one for one in self._due if one < deadline):
             due += self._due[earlier]
@@ -280,60 +282,60 @@ class Ledger:
             self._apply_train(event["train"], event["samples"])
         else:
             for number in event[kind]:
-                self._apply_to(self._works[number], kind, event)
+                self._apply_to(self._records[number], kind, event)
         self.events.append(event)
 
     def _apply_grant(self, number: int, maker: str, version: int) -> None:
-        work = self._works.get(number)
-        if work is None:
+        record = self._records.get(number)
+        if record is None:
             self.num_numbers += 1
-            work = self._works[number] = Work(number, epoch=self._first_epoch - 1)
+            record = self._records[number] = LeaseRecord(number, epoch=self._first_epoch - 1)
         else:
             self._returned.remove(number)
-        work.state, work.maker, work.version, work.epoch = "open", maker, version, work.epoch + 1
-        work.deadline = _NEVER if self.rules.max_staleness is None else version + self.rules.max_staleness
-        self._owe(work, self.rules.group_size)
+        record.state, record.maker, record.version, record.epoch = "open", maker, version, record.epoch + 1
+        record.deadline = _NEVER if self.rules.max_staleness is None else version + self.rules.max_staleness
+        self._count_due(record, self.rules.group_size)
 
-    def _apply_to(self, work: Work, kind: str, event: Mapping[str, Any]) -> None:
+    def _apply_to(self, record: LeaseRecord, kind: str, event: Mapping[str, Any]) -> None:
         if kind == "deliver":
-            work.state = "delivered"
-            heapq.heappush(self._delivered, (work.deadline, work.number))
+            record.state = "delivered"
+            heapq.heappush(self._delivered, (record.deadline, record.number))
         elif kind == "return":
-            work.state = "returned"
-            work.epoch += 1  # later deliveries for the old grant are refused
-            work.slow_maker = work.maker if event.get("is_slow") else work.slow_maker
-            self._returned.append(work.number)
-            self._owe(work, -self.rules.group_size)
+            record.state = "returned"
+            record.epoch += 1  # later deliveries for the old grant are refused
+            record.slow_maker = record.maker if event.get("is_slow") else record.slow_maker
+            self._returned.append(record.number)
+            self._count_due(record, -self.rules.group_size)
         elif kind == "pick":
-            work.state = "picked"
+            record.state = "picked"
             heapq.heappop(self._delivered)  # the picked group is always the first
-            self._picked.append(work.number)
+            self._picked.append(record.number)
             self.num_picked += self.rules.group_size
-            self._owe(work, -self.rules.group_size)
+            self._count_due(record, -self.rules.group_size)
         else:  # dropped or quarantined
             self.num_dropped += 1
-            self._owe(work, -self.rules.group_size)
-            del self._works[work.number]
+            self._count_due(record, -self.rules.group_size)
+            del self._records[record.number]
 
     def _apply_train(self, version: int, samples: int) -> None:
         self.version = version
         size = self.rules.group_size
         for _ in range(-(-samples // size) - -(-self.num_trained // size)):  # after a stop, the last may be partial
-            del self._works[self._picked.popleft()]
+            del self._records[self._picked.popleft()]
         self.num_trained = samples
 
-    def _owe(self, work: Work, samples: int) -> None:
+    def _count_due(self, record: LeaseRecord, samples: int) -> None:
         if self.rules.max_staleness is not None:
-            self._due[work.deadline] += samples
-            if not self._due[work.deadline]:
-                del self._due[work.deadline]
+            self._due[record.deadline] += samples
+            if not self._due[record.deadline]:
+                del self._due[record.deadline]
 
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON values. The speeds of makers are not included; they are measured again."""
-        works = [dataclasses.asdict(work) for work in self._works.values()]
-        return {**{name: getattr(self, name) for name in _COUNTERS}, "picked": list(self._picked), "works": works}
+        records = [dataclasses.asdict(record) for record in self._records.values()]
+        return {**{name: getattr(self, name) for name in _COUNTERS}, "picked": list(self._picked), "works": records}
 
     @classmethod
     def restored(cls, rules: LedgerRules, state: Mapping[str, Any], *, first_epoch: int = 0) -> Self:
@@ -347,13 +349,13 @@ class Ledger:
             setattr(ledger, name, int(state[name]))
         ledger._picked = deque(state["picked"])
         for fields in state["works"]:
-            work = ledger._works[fields["number"]] = Work(**fields)
-            if work.state in ("open", "returned"):
-                work.epoch = max(first_epoch, work.epoch + (work.state == "open"))
-                work.state = "returned"
-                ledger._returned.append(work.number)
-            elif work.state == "delivered":
-                ledger._delivered.append((work.deadline, work.number))
-                ledger._owe(work, rules.group_size)
+            record = ledger._records[fields["number"]] = LeaseRecord(**fields)
+            if record.state in ("open", "returned"):
+                record.epoch = max(first_epoch, record.epoch + (record.state == "open"))
+                record.state = "returned"
+                ledger._returned.append(record.number)
+            elif record.state == "delivered":
+                ledger._delivered.append((record.deadline, record.number))
+                ledger._count_due(record, rules.group_size)
         heapq.heapify(ledger._delivered)
         return ledger

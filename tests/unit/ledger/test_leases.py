@@ -59,7 +59,7 @@ def test_events_and_state_restore_the_same_ledger(seed: int) -> None:
         assert again.state() == ledger.state()
         restored = Ledger.restored(ledger.rules, ledger.state())
         assert restored.num_picked == ledger.num_picked
-        assert all(work.state != "open" for work in restored._works.values())
+        assert all(record.state != "open" for record in restored._records.values())
 
 
 def test_what_a_dead_maker_was_granted_after_its_release_goes_to_its_successor() -> None:

@@ -24,7 +24,7 @@ def run(speeds: list[float], **options: float) -> World:
 def test_behind_a_slow_trainer_makers_stop_at_their_lead_and_nothing_piles_up(lead: int) -> None:
     world = run([1, 1, 1], train_time=50.0, lead=lead)
     assert world.most_in_flight == (lead + 1) * SAMPLES == world.rules[0].limit  # at any time, and they get that far
-    assert len(world.ledgers[0]._works) <= (lead + 1) * SAMPLES
+    assert len(world.ledgers[0]._records) <= (lead + 1) * SAMPLES
     assert world.now < VERSIONS * 50.0 * (1.1 if lead else 2.0)  # with a lead they keep the slow trainer busy
 
 
