@@ -145,7 +145,7 @@ class LeasedBuffer(SampleBuffer):
         self._open_journal = open_journal
         self._journal: Journal | None = None
         self._clock = clock
-        self._failure: StorageError | None = None  # why the journal is behind
+        self._journal_error: StorageError | None = None  # why the journal is behind
         self._delivered: dict[int, list[BufferItem]] = {}  # by lease number
         self._picked: deque[BufferItem] = deque()  # picked and not yet in a batch
         self._in_training: dict[int, list[BufferItem]] = {}  # picked and not yet trained on, by lease number
@@ -159,14 +159,14 @@ class LeasedBuffer(SampleBuffer):
         """Grant leases to a maker; none if its weights come from another incarnation of the trainers."""
         if request.trainer_incarnation != self._incarnation:
             return []
-        with self._changing():
+        with self._changing_ledger():
             if not request.wanted:
                 self.last_progress = self._clock()
             return self._ledger.lease(request, now=self._clock())
 
     def release(self, maker: str, reason: str) -> list[int]:
         """Return the open leases of a maker that is gone to the ledger. Return their numbers."""
-        with self._changing():
+        with self._changing_ledger():
             return self._ledger.release(maker, reason)
 
     def extend(self, items: Sequence[BufferItem]) -> None:
@@ -185,7 +185,7 @@ class LeasedBuffer(SampleBuffer):
             raise DataError(
                 f"a lease must be delivered as a whole group of {size} samples, got parts of leases {torn}."
             )
-        with self._changing():
+        with self._changing_ledger():
             fresh = self._ledger.deliver(groups, now=self._clock())
             if fresh and self._open_journal is not None:
                 made = [item for lease in fresh for item in groups[lease]]
@@ -197,7 +197,7 @@ class LeasedBuffer(SampleBuffer):
 
     def mark_trained(self, version: int) -> None:
         """Record that the weights of `version` were trained on all batches sampled so far."""
-        with self._changing():
+        with self._changing_ledger():
             self._ledger.mark_trained(version, self.num_sampled)
             self._in_training = {number: self._in_training[number] for number in self._ledger.picked}
 
@@ -213,7 +213,7 @@ class LeasedBuffer(SampleBuffer):
         with self._lock:
             self._ledger.events.append(event | ({"makers": list(makers)} if makers else {}))
             if self._journal is not None:  # otherwise the run's folder may not be ready
-                self._write_down()
+                self._write_events()
 
     def get_length(self) -> int:
         """Return the number of whole batches waiting."""
@@ -234,7 +234,7 @@ class LeasedBuffer(SampleBuffer):
         return "; ".join(held) or f"makers {', '.join(self._ledger.makers) or 'have not asked for work'}"
 
     def _next_batch(self) -> list[BufferItem] | None:
-        with self._changing(is_news=False):
+        with self._changing_ledger(is_news=False):
             while len(self._picked) < self.sample_batch_size:
                 number = self._ledger.pick()
                 if number is None:
@@ -246,15 +246,15 @@ class LeasedBuffer(SampleBuffer):
             return sorted(batch, key=lambda item: item.lease or ())
 
     @contextlib.contextmanager
-    def _changing(self, *, is_news: bool = True) -> Iterator[None]:
+    def _changing_ledger(self, *, is_news: bool = True) -> Iterator[None]:
         """Hold the lock while the ledger changes, then write its events to the journal and wake waiting consumers."""
         with self._lock:
             yield
-            self._write_down()
+            self._write_events()
             if is_news:
                 self._changed.notify_all()
 
-    def _write_down(self) -> None:
+    def _write_events(self) -> None:
         """Append the ledger's events to the journal. If that fails, keep them for the next attempt."""
         if self._open_journal is None:
             self._ledger.events.clear()
@@ -264,12 +264,12 @@ class LeasedBuffer(SampleBuffer):
                 self._journal = self._open_journal()
             self._journal.write(self._ledger.events)
         except StorageError as error:
-            if self._failure is None:
+            if self._journal_error is None:
                 logger.error("the journal is behind; training continues: %s", error)
-            self._failure = error
+            self._journal_error = error
             return
         self._ledger.events.clear()
-        self._failure = None
+        self._journal_error = None
 
     # Saved and restored
 
@@ -279,9 +279,9 @@ class LeasedBuffer(SampleBuffer):
         Raises StorageError while the journal lacks events, because a run could not be resumed from such a checkpoint.
         """
         with self._lock:
-            self._write_down()
-            if self._failure is not None:
-                raise StorageError(str(self._failure))
+            self._write_events()
+            if self._journal_error is not None:
+                raise StorageError(str(self._journal_error))
             num_events = 0
             if self._journal is not None:
                 self._journal.sync()
@@ -290,8 +290,10 @@ class LeasedBuffer(SampleBuffer):
             items = [item for group in groups for item in group]
             return {"ledger": self._ledger.state(), "events": num_events}, _pack(items)
 
-    def restore(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, is_other: bool = False) -> None:
-        """Continue from a `state`, with open leases returned. `is_other`: the journal's events do not lead to it."""
+    def restore(
+        self, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, is_redistributed: bool = False
+    ) -> None:
+        """Continue from a `state`, with open leases returned. `is_redistributed`: from another number of trainers."""
         # A maker may still hold leases granted after the checkpoint, whose numbers will be granted again. So epochs
         # start above those of the checkpoint, by a random distance that differs between two restarts from it.
         known = max((work["epoch"] for work in state["ledger"]["works"]), default=0)
@@ -305,7 +307,7 @@ class LeasedBuffer(SampleBuffer):
             self._picked.extend(item for group in self._in_training.values() for item in group)
             self.num_made = self.num_sampled + self.num_items_waiting
             resume = {"resume": self._ledger.version, "events": state["events"], "first_epoch": first_epoch}
-            other = {"state": state["ledger"]} if is_other else {}
+            other = {"state": state["ledger"]} if is_redistributed else {}
             self._ledger.events = [resume | {"rules": dataclasses.asdict(self.rules)} | other]
 
     def take_over(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -313,7 +315,7 @@ class LeasedBuffer(SampleBuffer):
         stream = self.rules.stream
         ledger = redistribute(self.rules, [state["ledger"] for state in states])
         events = states[stream]["events"] if stream < len(states) else None
-        self.restore({"ledger": ledger, "events": events}, _pack([]), is_other=True)
+        self.restore({"ledger": ledger, "events": events}, _pack([]), is_redistributed=True)
 
     def start_over(self) -> None:
         """Restart the run: the journal's events become void, and deliveries for older leases are refused."""
@@ -323,7 +325,7 @@ class LeasedBuffer(SampleBuffer):
         """Write the remaining events and close the journal."""
         if self._journal is not None:
             with self._lock:
-                self._write_down()  # events left after a failed write
+                self._write_events()  # events left after a failed write
             self._journal.close()
 
 
