@@ -38,7 +38,7 @@ _POLL_SECONDS: Final = 0.02
 # Polling interval for a stop while the loop waits for prompts and nothing is pending.
 _SLICE_SECONDS: Final = 0.5
 # Fraction of all slots that must be free before the loop requests prompts. Small requests and prefills are inefficient.
-_ASKED_SHARE: Final = 1 / 8
+_MIN_FREE_FRACTION: Final = 1 / 8
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,20 +61,20 @@ class WorkLoop:
         # The maker if it batches continuously, None if it works on whole batches.
         self._continuous_maker = self.pipeline.continuous_maker if self.source.capacity > 0 else None
         self._pending: deque[MakerBatch] = deque()  # scored batches, oldest first
-        self._has_started = False  # whether the start hooks of the current batch have been called
-        self._drawn: Future[Any] | None = None  # the next work
+        self._hooks_started = False  # whether the start hooks of the current batch have been called
+        self._requested: Future[Any] | None = None  # the next work
         self._has_more = True  # whether the source may have more work
 
     def run(self) -> None:
         """Work until the source ends or a stop is requested, and deliver everything that was made."""
         thread = BackgroundThread(name="prompts")
         try:
-            while self._begin_stretch(thread):
+            while self._wait_until_busy(thread):
                 with self.pipeline.timeline.span("generate"):
                     while self.pipeline.num_in_progress:
-                        self._advance()
-                        self._ask(thread)
-                        self._take_drawn()
+                        self._generate_and_deliver()
+                        self._request_work(thread)
+                        self._start_work()
         except Exception as error:
             try:
                 self._finish_pending()  # these batches were scored before the error
@@ -99,26 +99,26 @@ class WorkLoop:
             work.run(self.pipeline)
         return work is not None
 
-    def _begin_stretch(self, thread: BackgroundThread) -> bool:
+    def _wait_until_busy(self, thread: BackgroundThread) -> bool:
         """Wait until samples are in progress. Return False at the end of the source or after a stop."""
         while not self.pipeline.num_in_progress:
             while self._pending and self._pending[0].is_ready:
                 self._finish(self._pending.popleft())
-            self._ask(thread)
+            self._request_work(thread)
             if not self._has_more:
                 return False
-            if self._drawn is None:  # too many batches are pending
+            if self._requested is None:  # too many batches are pending
                 self._finish(self._pending.popleft())
-            elif self._await_drawn(self._drawn):
-                self._take_drawn()
+            elif self._await_work(self._requested):
+                self._start_work()
         return True
 
-    def _ask(self, thread: BackgroundThread) -> None:
+    def _request_work(self, thread: BackgroundThread) -> None:
         """Request the next work if there is room for it. After a stop, request no more."""
         if self.stop.is_set():
             self._has_more = False
-        elif self._drawn is None and self._has_more and (room := self._room()) is not None:
-            self._drawn = thread.run(lambda: self.source.draw(room))
+        elif self._requested is None and self._has_more and (room := self._room()) is not None:
+            self._requested = thread.run(lambda: self.source.wait_for_work(room))
 
     def _room(self) -> int | None:
         """Return the number of samples that there is room for; None if it is too small for a request."""
@@ -127,22 +127,23 @@ class WorkLoop:
         if self._continuous_maker is None:
             return source.capacity if not num_in_progress and len(self._pending) < 2 else None
         room = min(source.capacity - num_in_progress, self._continuous_maker.room)
-        is_enough = room >= max(source.least, _ASKED_SHARE * (num_in_progress + room)) or not num_in_progress
+        min_room = max(source.min_samples, _MIN_FREE_FRACTION * (num_in_progress + room))
+        is_enough = room >= min_room or not num_in_progress
         return room if is_enough and num_pending <= source.capacity and pipeline.accepts_samples else None
 
-    def _await_drawn(self, drawn: "Future[Any]") -> bool:
+    def _await_work(self, requested: "Future[Any]") -> bool:
         """Wait for requested work, and finish batches meanwhile. Return False if a stop comes first."""
         last_delivery = 0.0
 
         def attempt(seconds: float) -> bool:
             nonlocal last_delivery
-            wait([drawn], timeout=min(seconds, _POLL_SECONDS if self._pending else _SLICE_SECONDS))
+            wait([requested], timeout=min(seconds, _POLL_SECONDS if self._pending else _SLICE_SECONDS))
             self.sender.collect()  # trainers may grant no leases before lost sends are retried
             if self._pending:
-                if self._pending[0].is_ready and not drawn.done():  # otherwise start the new work first
+                if self._pending[0].is_ready and not requested.done():  # otherwise start the new work first
                     self._finish(self._pending.popleft())
                 last_delivery = time.monotonic()
-            return drawn.done() or self.stop.is_set()
+            return requested.done() or self.stop.is_set()
 
         with self.pipeline.timeline.span(self.source.wait_name):
             wait_in_slices(
@@ -151,14 +152,14 @@ class WorkLoop:
                 what=lambda: f"{self.source.awaited} (deadlines.batch_seconds)",
                 last_progress=lambda: max(last_delivery, self.source.last_answer),
             )
-        return drawn.done()
+        return requested.done()
 
-    def _take_drawn(self) -> None:
+    def _start_work(self) -> None:
         """Start the requested work if it has arrived."""
-        if self._drawn is None or not self._drawn.done() or self.stop.is_set():
+        if self._requested is None or not self._requested.done() or self.stop.is_set():
             return
-        drawn, self._drawn = self._drawn, None
-        work = drawn.result()
+        requested, self._requested = self._requested, None
+        work = requested.result()
         if work is None:
             self._has_more = False
         elif isinstance(work, list):
@@ -167,14 +168,14 @@ class WorkLoop:
             self.pipeline.add_samples(work)
         else:
             while self.pipeline.num_in_progress:
-                self._advance()
+                self._generate_and_deliver()
             self._finish_pending()
             # This work may take long, and trainers may be waiting for the items and for the leases that ended.
             self.sender.flush()
-            self.source.settle()
-            work.run(self.pipeline, self.source.settle)
+            self.source.report_endings()
+            work.run(self.pipeline, self.source.report_endings)
 
-    def _advance(self) -> None:
+    def _generate_and_deliver(self) -> None:
         """Generate the next tokens, and deliver ready batches as long as that does not block."""
         if (batch := self.pipeline.generate_and_score(in_batches=self._continuous_maker is None)) is not None:
             self._pending.append(batch)
@@ -199,7 +200,7 @@ class WorkLoop:
         else:
             self._deliver(batch, experience)
         self.notify("on_batch_end")
-        self._has_started = False
+        self._hooks_started = False
 
     def _deliver(self, batch: MakerBatch, experience: Experience) -> None:
         self.notify("on_make_experience_end", experience)
@@ -215,7 +216,7 @@ class WorkLoop:
 
     def _start_hooks(self) -> None:
         """Call the start hooks of a batch, unless they have been called."""
-        if not self._has_started:
-            self._has_started = True
+        if not self._hooks_started:
+            self._hooks_started = True
             self.notify("on_batch_start")
             self.notify("on_make_experience_start")

@@ -25,8 +25,8 @@ _REASON_CHARACTERS = 200
 class OtherWork(Protocol):
     """Occasional work of a maker besides making experience, such as an evaluation."""
 
-    def run(self, pipeline: Any, tell: Callable[[], None] = lambda: None) -> None:
-        """Do the work. Call `tell` regularly: it is the heartbeat that keeps trainers waiting for this maker."""
+    def run(self, pipeline: Any, heartbeat: Callable[[], None] = lambda: None, /) -> None:
+        """Do the work. Call `heartbeat` regularly, so that trainers keep waiting for this maker."""
 
 
 class WorkSource(ABC):
@@ -35,21 +35,21 @@ class WorkSource(ABC):
     wait_name = "wait_prompts"  # the timeline's name for waiting for prompts
     capacity = 0
     """Number of samples in progress at once with continuous batching; 0 for whole batches."""
-    least = 1  # smallest number of samples that a request returns
+    min_samples = 1  # smallest number of samples that a request returns
     num_skipped = 0  # number of prompts skipped so far
     awaited = "the next batch of prompts. Check what the data loader waits for"
     """What a wait for prompts waits for, as messages call it."""
     last_answer = 0.0  # monotonic time of the last answer of a trainer, even if it granted nothing
 
     @abstractmethod
-    def draw(self, room: int) -> list[Sample] | OtherWork | None:
+    def wait_for_work(self, room: int) -> list[Sample] | OtherWork | None:
         """Wait for prompts for up to `room` samples, or for other work if that comes first. Return None at the end."""
 
     def poll(self, room: int) -> list[Sample] | OtherWork | None:
-        """Return the work that may start now; None if there is none. A data loader blocks as in `draw`."""
-        return self.draw(room)
+        """Return the work that may start now; None if there is none. A data loader blocks as in `wait_for_work`."""
+        return self.wait_for_work(room)
 
-    def settle(self) -> None:  # noqa: B027  (nothing to report without leases)
+    def report_endings(self) -> None:  # noqa: B027  (nothing to report without leases)
         """Report ended leases to their trainers, and that this maker is busy with other work."""
 
     def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:  # noqa: ARG002
@@ -73,7 +73,7 @@ class LoaderPrompts(WorkSource):
         batches = (batch for _ in passes for batch in self._one_pass())
         self._batches = itertools.islice(batches, num_steps if num_steps > 0 else None)
 
-    def draw(self, room: int) -> list[Sample] | None:  # noqa: ARG002  (the loader decides)
+    def wait_for_work(self, room: int) -> list[Sample] | None:  # noqa: ARG002  (the loader decides)
         """Return the loader's next batch; None after the last one."""
         batch = next(self._batches, None)
         return None if batch is None else parse_prompts(batch)
@@ -111,12 +111,12 @@ class LeasedPrompts(WorkSource):
     def __post_init__(self) -> None:
         self.awaited = f"leases for maker {self.maker_name}"
         self.capacity = self.prompts.samples_per_batch
-        self.least = self.rules.group_size * len(self.trainers)
+        self.min_samples = self.rules.group_size * len(self.trainers)
         self._num_requests = 0
         # Ended leases not yet reported, by trainer. Requests run on another thread, but list operations are atomic.
         self._endings: dict[str, list[Ending]] = {name: [] for name in self.trainers}
 
-    def draw(self, room: int) -> list[Sample] | OtherWork | None:
+    def wait_for_work(self, room: int) -> list[Sample] | OtherWork | None:
         """Wait for leases or other work. Return None after a stop."""
         while not self.should_stop():
             if (found := self.poll(room)) is not None:
@@ -159,7 +159,7 @@ class LeasedPrompts(WorkSource):
                 item.lease, item.scored_by = lease, batch.version
         return [item for group in made.values() for item in group]
 
-    def settle(self) -> None:
+    def report_endings(self) -> None:
         """Report ended leases to the trainers without requesting new ones: the maker is busy with other work."""
         self._request(0)
 

@@ -116,7 +116,7 @@ def test_of_a_batch_that_is_dropped_nothing_is_delivered_and_others_are_leased()
 def test_trainers_can_be_told_what_came_to_nothing_without_a_request_for_more():
     story = Story(lead=0)
     story.settle(story.prompts.poll(4), dropped=AllSamplesDropped("no reward was finite"))
-    story.prompts.settle()
+    story.prompts.report_endings()
     assert [number for number, _ in story.endings()] == [0, 1, 2, 3]
     assert story.trainers[0].requests[-1].wanted == 0
     assert ids(story.prompts.poll(4)) == [4, 5, 6, 7], "nothing was granted meanwhile"
@@ -204,7 +204,7 @@ def test_batches_come_until_a_stop_and_new_weights_are_waited_for_in_between():
         story.is_stopped = story.version == 3
 
     story.wait_for_version = train
-    while (batch := story.prompts.draw(4)) is not None:
+    while (batch := story.prompts.wait_for_work(4)) is not None:
         seen.append((story.version, ids(batch)))
         story.deliver(story.settle(batch))
     assert seen == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7]), (2, [8, 9, 10, 11])]
@@ -228,7 +228,7 @@ def test_trainers_that_answer_are_heard_of_and_a_maker_at_other_work_tells_them(
     assert story.prompts.last_answer == 7.0
     assert [trainer.buffer.last_progress for trainer in story.trainers] == [0.0, 0.0]
     now[0] = 8.0
-    story.prompts.settle()
+    story.prompts.report_endings()
     assert [trainer.buffer.last_progress for trainer in story.trainers] == [8.0, 8.0]
     now[0] = 9.0
     for name in ("trainer-0", "trainer-1"):

@@ -9,7 +9,7 @@ from coati.experience_maker.work_source import LoaderPrompts
 
 def drawn(*args, **kwargs):
     source = LoaderPrompts(*args, **kwargs)
-    return [len(batch) for batch in iter(lambda: source.draw(0), None)]
+    return [len(batch) for batch in iter(lambda: source.wait_for_work(0), None)]
 
 
 def test_passes_and_steps():

@@ -79,10 +79,10 @@ class Source(WorkSource):
     """Groups of samples with ids from 0 on, as many as there is room for."""
 
     def __init__(self, total, capacity, group_size):
-        self.capacity, self.least, self._total, self._size = capacity, group_size, total, group_size
+        self.capacity, self.min_samples, self._total, self._size = capacity, group_size, total, group_size
         self.asked, self.settled, self.extra, self._first = [], [], [], 0
 
-    def draw(self, room):
+    def wait_for_work(self, room):
         self.asked.append(room)
         if self._first and self.extra:
             return self.extra.pop(0)
@@ -129,7 +129,7 @@ class Rig:
         self.pipeline = ExperiencePipeline(self.maker, self.served, commit_between_tokens=in_flight)
         self.source = Source(total, capacity, group_size)
         self.accounts = []  # what trainers were told before other work
-        self.source.settle = lambda: self.accounts.append("settle")
+        self.source.report_endings = lambda: self.accounts.append("report")
         sender = SimpleNamespace(
             send=self._send,
             has_room=lambda: True,
@@ -151,8 +151,8 @@ class Rig:
 
     def _await_prompts(self):
         """So that what was asked for before a step is there after it, whatever the thread does that draws it."""
-        if self.loop._drawn is not None:
-            wait([self.loop._drawn], timeout=SECONDS)
+        if self.loop._requested is not None:
+            wait([self.loop._requested], timeout=SECONDS)
 
     def offer(self, version):
         weights = {("actor", name): tensor for name, tensor in self.maker.actor.state_dict().items()}
@@ -347,7 +347,7 @@ def test_other_work_is_done_with_an_empty_engine_and_then_the_stream_goes_on():
     rig.source.extra = [Job()]
     sent = rig.run()
     assert sorted(one for one, _ in sent) == list(range(12))
-    assert done == [(0, 4, True, ["flush", "settle", "settle"])]
+    assert done == [(0, 4, True, ["flush", "report", "report"])]
 
 
 def test_an_error_of_the_engine_ends_the_loop_after_what_was_scored_before():

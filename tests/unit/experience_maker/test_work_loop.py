@@ -58,7 +58,7 @@ class Source(WorkSource):
     def __init__(self):
         self.batches, self.settled, self.num_kept_back = iter(()), [], 0
 
-    def draw(self, room):
+    def wait_for_work(self, room):
         batch = next(self.batches, None)
         return batch and parse_prompts(batch)
 
