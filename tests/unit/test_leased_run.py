@@ -111,7 +111,7 @@ class StreamingWriter(Writer):
         try:
             batch.experience = self.experience_of(samples)
         except AllSamplesDropped as error:
-            batch.dropped = error
+            batch.drop_error = error
         return batch
 
     def finalize(self, batch):

@@ -40,7 +40,7 @@ class MakerBatch:
     incarnation: int = 0  # incarnation of the trainers that these weights came from
     metrics: dict[str, Metric] = dataclasses.field(default_factory=dict)
     """Metrics to report with the batch, besides those derived from the experience."""
-    dropped: AllSamplesDropped | None = None  # why all samples were dropped
+    drop_error: AllSamplesDropped | None = None  # why all samples were dropped
     quarantined: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Records of samples on which the reward failed: their texts and the error."""
 
@@ -49,7 +49,7 @@ class MakerBatch:
         """Whether the batch can be finished without waiting for rewards."""
         return self.scores is None or self.scores.is_ready
 
-    def left(self) -> list[Sample]:
+    def kept_samples(self) -> list[Sample]:
         """Return the sample of each row of the experience."""
         assert self.experience is not None
         assert self.experience.sample_ids is not None
@@ -62,7 +62,7 @@ class MakerBatch:
             return
         self.experience.reward, request = scores(), scores.request
         unscored, failures = scores.unscored, scores.failures
-        for row, (sample, remarks) in enumerate(zip(self.left(), scores.remarks(), strict=True)):
+        for row, (sample, remarks) in enumerate(zip(self.kept_samples(), scores.remarks(), strict=True)):
             sample.remarks = remarks
             if row in unscored:
                 sample.lost = f"no score by {unscored[row]!r}"
@@ -71,7 +71,7 @@ class MakerBatch:
                 texts = {"prompt": request.prompts[row], "completion": request.completions[row], "error": error}
                 cut = {name: text[:_RECORDED_CHARACTERS] for name, text in texts.items()}
                 ids = {"sample_id": sample.id, "group_id": sample.id if sample.group is None else sample.group}
-                self.quarantined.append({**ids, **cut, "columns": facts_of(sample)["columns"]})
+                self.quarantined.append({**ids, **cut, "columns": sample_facts(sample)["columns"]})
         self.metrics |= reward_metrics(scores)
         self.scores = None
 
@@ -79,19 +79,19 @@ class MakerBatch:
         """Drop the samples where the bool mask `rows` is False, record why, and return the remaining experience."""
         assert self.experience is not None
         if not bool(rows.all()):
-            for sample, is_kept in zip(self.left(), rows.tolist(), strict=True):
+            for sample, is_kept in zip(self.kept_samples(), rows.tolist(), strict=True):
                 if reason and not is_kept:
                     sample.lost = reason
             self.experience = self.experience.select(rows)
         return self.experience
 
 
-def numbered(samples: Sequence[Sample], first: int) -> list[Sample]:
+def with_ids(samples: Sequence[Sample], first: int) -> list[Sample]:
     """Return copies of the samples with consecutive ids, starting at `first`."""
     return [dataclasses.replace(sample, id=first + index) for index, sample in enumerate(samples)]
 
 
-def facts_of(sample: Sample) -> dict[str, Any]:
+def sample_facts(sample: Sample) -> dict[str, Any]:
     """Return what is recorded of a sample besides its response and score.
 
     That is the original prompt (decoding its tokens may not restore it), the reward's remarks, and the dataset's

@@ -23,7 +23,7 @@ from coati.config import AlgorithmSettings, RolloutSettings
 from coati.devices import device_errors_explained
 from coati.errors import ConfigError, DataError
 from coati.experience import Experience, Sample
-from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch, numbered
+from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch, with_ids
 from coati.experience_maker.scoring import (
     GapWatch,
     NoSignal,
@@ -121,14 +121,14 @@ class NaiveExperienceMaker(ExperienceMaker):
         ids = {"attention_mask": attention_mask, "sample_ids": sample_ids, "group_ids": group_ids}
         samples = parse_prompts({"input_ids": input_ids, **ids, **(columns or {})})
         if sample_ids is None:
-            samples = numbered(samples, self._next_sample_id)
+            samples = with_ids(samples, self._next_sample_id)
             self._next_sample_id += len(samples)
         self.start_samples(samples, **generate_kwargs)
         while self.num_generating:
             self.generate_tokens()
         batch = self.score_complete()
-        if batch.dropped is not None:
-            raise batch.dropped
+        if batch.drop_error is not None:
+            raise batch.drop_error
         self.finalize(batch)
         assert batch.experience is not None
         return batch.experience
@@ -218,7 +218,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             sample.lost = "" if sample.limit > 0 else "no room for a response"
         if not written:
             count = len(batch.samples)
-            batch.dropped = AllSamplesDropped(
+            batch.drop_error = AllSamplesDropped(
                 f"{count} of {count} prompts leave no room for a response (context "
                 f"{context_length_of(unwrap(self.actor))}). Shorten the prompts or raise max_length."
             )

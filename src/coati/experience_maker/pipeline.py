@@ -19,8 +19,8 @@ from coati.experience_maker.base import (
     AllSamplesDropped,
     ExperienceMaker,
     MakerBatch,
-    facts_of,
-    numbered,
+    sample_facts,
+    with_ids,
 )
 from coati.experience_maker.naive import NaiveExperienceMaker
 from coati.experience_maker.scoring import NoSignal
@@ -96,7 +96,7 @@ class ExperiencePipeline:
     def add_samples(self, samples: list[Sample]) -> None:
         """Add samples to generate responses for."""
         if samples[0].id == UNKNOWN_ID:
-            samples = numbered(samples, self._next_sample_id)
+            samples = with_ids(samples, self._next_sample_id)
             self._next_sample_id += len(samples)
         if self.continuous_maker is None:
             assert not self._next_batch
@@ -170,11 +170,11 @@ class ExperiencePipeline:
         Call it for the oldest batch first. It runs no model.
         """
         try:
-            if batch.dropped is None and self.continuous_maker is not None:
+            if batch.drop_error is None and self.continuous_maker is not None:
                 self.continuous_maker.finalize(batch)
         except AllSamplesDropped as error:
-            batch.dropped = error
-        if batch.dropped is not None:
+            batch.drop_error = error
+        if batch.drop_error is not None:
             batch.experience = None
         self._note_drops(batch)
         num_made = 0 if batch.experience is None else batch.experience.num_samples
@@ -202,7 +202,7 @@ class ExperiencePipeline:
 
     def _note_drops(self, batch: MakerBatch) -> None:
         """Count dropped batches; raise DataError after too many in a row."""
-        if (error := batch.dropped) is None:
+        if (error := batch.drop_error) is None:
             self._num_dropped_in_a_row = self._num_faults_in_a_row = 0
             return
         num_samples = sum(not sample.is_quarantined for sample in batch.samples)  # quarantine has its own limit
@@ -231,7 +231,7 @@ class ExperiencePipeline:
         texts = sample_texts(experience, scorer.tokenizer, samples_kept) if isinstance(scorer, RewardScorer) else []
         by_id = {sample.id: sample for sample in batch.samples}
         for text in texts:
-            text |= facts_of(by_id[text["sample_id"]]) if text["sample_id"] in by_id else {"columns": {}}
+            text |= sample_facts(by_id[text["sample_id"]]) if text["sample_id"] in by_id else {"columns": {}}
         return {
             "version": batch.version,
             "incarnation": batch.incarnation,
@@ -260,7 +260,7 @@ def make_whole_batch(maker: ExperienceMaker, samples: list[Sample], generate_kwa
     try:
         experience = maker.make_experience(input_ids, attention_mask, **known, **generate_kwargs)
     except AllSamplesDropped as error:
-        return MakerBatch(samples, dropped=error)
+        return MakerBatch(samples, drop_error=error)
     if experience.num_samples == len(samples):
         for name, value in ids.items():
             if getattr(experience, name) is None:

@@ -127,7 +127,7 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
     is_bad = torch.stack(list(bad.values())).any(dim=0)
     if not bool(is_bad.any()):
         return experience
-    samples = batch.left()
+    samples = batch.kept_samples()
     for name, rows in bad.items():
         for row in rows.nonzero().flatten().tolist():
             samples[row].lost = samples[row].lost or f"no finite {name}"  # the reward's own reason says more

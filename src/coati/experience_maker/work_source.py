@@ -198,4 +198,4 @@ def _why_it_ends(samples: list[Sample], batch: MakerBatch) -> tuple[str, str]:
     if lost := [sample for sample in samples if sample.lost]:
         reason = lost[0].lost.partition(". ")[0][:_REASON_CHARACTERS]
         return f"{reason} (samples {', '.join(str(sample.id) for sample in lost)})", fate
-    return "dropped by the maker" if batch.dropped is None else str(batch.dropped), fate
+    return "dropped by the maker" if batch.drop_error is None else str(batch.drop_error), fate

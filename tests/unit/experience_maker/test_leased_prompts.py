@@ -56,7 +56,7 @@ class Story:
     def settle(self, batch, *, without=(), dropped=None):
         """Hand in samples for a batch; returns what is delivered."""
         made = [] if dropped is not None else [tiny.item(one) for one in ids(batch) if one not in without]
-        return self.prompts.attach_leases(MakerBatch(batch, dropped=dropped), made)
+        return self.prompts.attach_leases(MakerBatch(batch, drop_error=dropped), made)
 
     def deliver(self, items):
         for rank, trainer in enumerate(self.trainers):
