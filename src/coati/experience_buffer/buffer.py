@@ -229,9 +229,12 @@ class LeasedBuffer(SampleBuffer):
     def describe_wait(self) -> str:
         """Describe which makers hold leases that the next batch needs."""
         with self._lock:
-            blocking = self._ledger.blocked_by().items()
-        held = [f"{maker or 'no maker'} holds {count} leases that the next batch needs" for maker, count in blocking]
-        return "; ".join(held) or f"makers {', '.join(self._ledger.makers) or 'have not asked for work'}"
+            blocking, makers = self._ledger.blocked_by(), self._ledger.makers
+        parts = [
+            f"{maker} holds {count} of the groups that the next batch needs" if maker else f"{count} wait for a maker"
+            for maker, count in blocking.items()
+        ]
+        return "; ".join(parts) or ", ".join(makers) or "none has requested leases"
 
     def _next_batch(self) -> list[BufferItem] | None:
         with self._changing_ledger(is_news=False):
@@ -271,7 +274,7 @@ class LeasedBuffer(SampleBuffer):
         self._ledger.events.clear()
         self._journal_error = None
 
-    # Saved and restored
+    # Checkpoints
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the state for a checkpoint between two versions: the ledger as JSON, and the samples not trained on.

@@ -213,10 +213,13 @@ class Ledger:
         self._change({"train": version, "samples": due if samples is None else samples})
 
     def blocked_by(self) -> Counter[str]:
-        """Return the number of groups that the next batch waits for, by the maker that holds them, for messages."""
-        open_ones = (record for record in self._records.values() if record.state in ("open", "returned"))
-        due = self._pick_version
-        return Counter(record.maker for record in open_ones if record.state == "returned" or record.deadline <= due)
+        """Return the number of groups that the next batch waits for, by the maker that holds them, for messages.
+
+        Returned groups, which no maker holds, are counted under "".
+        """
+        records, due = self._records.values(), self._pick_version
+        held = Counter(record.maker for record in records if record.state == "open" and record.deadline <= due)
+        return held + Counter("" for record in records if record.state == "returned")
 
     # Rules
 
