@@ -144,7 +144,7 @@ class _SampleFields:
         if self.num_prompt_tokens < 0:
             raise DataError(
                 f"{label}.action_log_probs has {self.num_actions} response tokens, more than the "
-                f"{self.sequences.shape[-1]} tokens of {label}.sequences, which must hold the prompt and the response."
+                f"{self.sequences.shape[-1]} of {label}.sequences, which must hold the prompt and the response."
             )
         token_shape, response_shape = self.sequences.shape, self.action_log_probs.shape
         sample_shape = token_shape[:-1]

@@ -190,11 +190,10 @@ class ExperiencePipeline:
         self.num_dropped += num_dropped
         self.num_quarantined += len(quarantined)
         self._quarantined_groups |= {*quarantined}
-        if batch.quarantined and len(self._quarantined_groups) > (
-            limit := self.experience_maker.reward_model.max_quarantined
-        ):
+        num_groups = len(self._quarantined_groups)
+        if batch.quarantined and num_groups > (limit := self.experience_maker.reward_model.max_quarantined):
             raise RewardError(
-                f"the reward failed on {counted(len(self._quarantined_groups), 'group')} of this maker, more than "
+                f"the reward failed on {counted(num_groups, 'group')} of this maker, more than "
                 f"reward.max_quarantined ({limit}). They are listed in quarantine.jsonl. The last: "
                 f"{batch.quarantined[-1]['error']}"
             )

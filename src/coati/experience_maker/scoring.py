@@ -150,7 +150,7 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
     if not bool(is_good.any()):
         remedy = "The learning rates (train.actor_lr, train.critic_lr) may be too high, or the models' weights damaged."
         if bool(bad["reward"].any()):
-            remedy = "Return a finite reward for each sample, 0.0 if the reward does not apply."
+            remedy = "Return a finite number for each sample, 0.0 if the reward does not apply to it."
         raise AllSamplesDropped(f"{message}, so none is left. {remedy}")
     num_lost = int((~is_good).sum())
     others = f", and with them their groups: {counted(num_lost, 'sample')}" if num_lost > int(is_bad.sum()) else ""

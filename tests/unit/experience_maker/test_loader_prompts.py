@@ -1,4 +1,4 @@
-"""Batches from a user's loader."""
+"""Batches of a user's data loader."""
 
 import pytest
 import torch

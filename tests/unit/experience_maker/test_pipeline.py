@@ -1,4 +1,4 @@
-"""Prompts in, experience out: versions, ids, counts, and batches that come to nothing."""
+"""From prompts to experience: versions, ids, counts, and dropped batches."""
 
 import pytest
 import tiny
@@ -68,7 +68,7 @@ def test_samples_are_numbered_on_from_the_first_id_and_options_reach_the_maker()
 
 def test_a_maker_of_whole_batches_gets_prompts_where_its_actor_is():
     pipeline, devices = pipeline_of(), []
-    pipeline.experience_maker.actor.to("meta")  # a device that every machine has
+    pipeline.experience_maker.actor.to("meta")  # every machine has this device
     make_experience = pipeline.experience_maker.make_experience
     pipeline.experience_maker.make_experience = lambda *tokens, **options: (
         devices.extend(one.device.type for one in tokens) or make_experience(*tokens, **options)
@@ -103,7 +103,7 @@ def test_counts_add_up():
     assert (pipeline.num_made, pipeline.num_dropped) == (5, 6)
 
 
-def test_batch_after_batch_dropped_is_an_error_that_tells_the_last_reason():
+def test_too_many_dropped_batches_in_a_row_are_an_error_with_the_last_reason():
     # Batches of 20: five in a row are 100 samples, which is above the minimum of 64.
     pipeline = pipeline_of(*[AllSamplesDropped(f"reason {index}") for index in range(MAX_EMPTY_BATCHES)])
     for _ in range(MAX_EMPTY_BATCHES - 1):
@@ -112,7 +112,7 @@ def test_batch_after_batch_dropped_is_an_error_that_tells_the_last_reason():
         make(pipeline, batch_of(20))
 
 
-def test_replacements_that_come_one_by_one_may_fail_in_a_row_by_chance():
+def test_a_few_small_batches_in_a_row_may_be_dropped():
     pipeline = pipeline_of(*[AllSamplesDropped("bad")] * MIN_DROPPED_IN_A_ROW)
     for _ in range(MIN_DROPPED_IN_A_ROW - 1):
         assert make(pipeline, batch_of(1)) is None
@@ -145,9 +145,9 @@ def test_one_good_batch_ends_a_row_of_dropped_ones():
     assert made.count(True) == 1
 
 
-def test_after_an_error_of_the_reward_the_models_can_be_updated():
+def test_the_models_can_be_updated_after_a_reward_error():
     pipeline = pipeline_of(RewardError("the reward broke"))
     with pytest.raises(RewardError, match="the reward broke"):
         make(pipeline, batch_of(1))
-    assert pipeline.served.offer(update(1))  # committed at once: the models are not in use
+    assert pipeline.served.offer(update(1))  # committed at once, because the models are not in use
     assert pipeline.served.version == 1

@@ -1,4 +1,4 @@
-"""The account of a run, from journals that real ledgers wrote and from forged ones."""
+"""The account of a run, from journals of real ledgers and from forged ones."""
 
 import dataclasses
 
@@ -77,7 +77,7 @@ def test_every_group_has_one_fate_with_its_reason(tmp_path, capsys):
     assert "over the limit" in capsys.readouterr().out
 
 
-def test_what_was_made_twice_is_shown_below_the_account(tmp_path, capsys):
+def test_groups_made_twice_are_shown_below_the_account(tmp_path, capsys):
     rules = dataclasses.asdict(RULES)
     events = [
         grant(0, 1, 2), {"return": [0, 1], "reason": "slow maker", "is_slow": True}, grant(0, 1, maker="maker-1"),

@@ -1,4 +1,4 @@
-"""A trainer or a maker that is 50 times as slow as the others, in simulated time, around real ledgers."""
+"""A trainer or a maker that is 50 times slower than the others, with real ledgers in simulated time."""
 
 import pytest
 from lease_world import World
@@ -23,9 +23,9 @@ def run(speeds: list[float], **options: float) -> World:
 @pytest.mark.parametrize("lead", [0, 1])
 def test_behind_a_slow_trainer_makers_stop_at_their_lead_and_nothing_piles_up(lead: int) -> None:
     world = run([1, 1, 1], train_time=50.0, lead=lead)
-    assert world.most_in_flight == (lead + 1) * SAMPLES == world.rules[0].limit  # at any time, and they get that far
+    assert world.most_in_flight == (lead + 1) * SAMPLES == world.rules[0].limit  # never more, and the limit is reached
     assert len(world.ledgers[0]._records) <= (lead + 1) * SAMPLES
-    assert world.now < VERSIONS * 50.0 * (1.1 if lead else 2.0)  # with a lead they keep the slow trainer busy
+    assert world.now < VERSIONS * 50.0 * (1.1 if lead else 2.0)  # with a lead, makers keep the slow trainer busy
 
 
 @pytest.mark.parametrize("max_staleness", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 8))])
