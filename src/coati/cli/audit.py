@@ -39,7 +39,7 @@ def audit(
     console.print(table)
     console.print(f"Made: {counted(account.num_made, 'sample')} (delivered, and taken in by a trainer).")
     console.print("Open: leased, and neither trained on nor given up so far.")
-    bound = account.streams[0].rules.max_staleness
+    bound = account.trainers[0].rules.max_staleness
     limit = "no bound" if bound is None else f"max_staleness {bound}"
     console.print(f"Oldest group trained on: {counted(account.oldest, 'version')} ({limit}).")
     if (path := folder / "evaluations.jsonl").is_file():
