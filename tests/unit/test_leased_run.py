@@ -1,7 +1,7 @@
-"""Makers and trainers over leases, on threads: however they are interleaved, no sample is too old, lost or doubled.
+"""Makers and trainers with leases, on threads: whatever the interleaving, no sample is too old, lost or duplicated.
 
 The plain objects of a run (buffer with its ledger, leased prompts, pipeline, work loop, sender, served models, fit
-loop) work together. What a model writes is the number of its version, so a batch tells which weights really wrote it.
+loop) work together. Models write the number of their version, so a batch shows which weights generated it.
 """
 
 import functools

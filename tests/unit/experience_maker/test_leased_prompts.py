@@ -101,7 +101,7 @@ def test_a_group_with_a_missing_sample_is_dropped_whole_and_the_trainer_is_told_
     assert ids(story.prompts.poll(4)) == [4, 5, 6, 7]
     assert story.endings() == [(1, "dropped by the maker")]
     story.prompts.poll(4)
-    assert story.endings() == [], "it is said once"
+    assert story.endings() == [], "endings are reported once"
 
 
 def test_a_dropped_batch_delivers_nothing_and_its_leases_are_replaced():

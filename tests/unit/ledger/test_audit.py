@@ -91,7 +91,7 @@ def test_groups_made_twice_are_shown_below_the_account(tmp_path, capsys):
         ("returned", "the run was resumed", 2, 4),
         ("refused", "delivered too late, or twice", 2, 4),
     ]
-    assert (account.num_made, account.num_trained) == (2, 0), "without what was refused"
+    assert (account.num_made, account.num_trained) == (2, 0), "refused groups are not counted"
     assert account.table()[-1] == ("leased", "", 3, 6)
     audit(tmp_path)
     below = capsys.readouterr().out.partition("leased")[2]
