@@ -102,10 +102,10 @@ class DealtShares:
         self.events: list[Any] = []
         self._next: dict[str, int] = {}
         self._delivered: set[int] = set()
-        self._works: dict[int, object] = {}
+        self._records: dict[int, object] = {}
 
     def lease(self, request: LeaseRequest, **_: object) -> list[Lease]:
-        rules, maker, version, wanted = self.rules, request.maker, request.version, request.wanted
+        rules, maker, version, wanted = self.rules, request.maker_name, request.version, request.wanted
         first = self._next.setdefault(maker, int(maker.rpartition("-")[2]))
         end = min((rules.max_staleness + version + 1) * rules.samples_per_version, rules.total_samples)
         numbers = list(range(first, end, NUM_MAKERS))[:wanted]
@@ -212,7 +212,7 @@ class Slot:
         sender = ItemSender(
             [maker.trainer],
             peers=RayPeers(),
-            sender=maker.name,
+            maker_name=maker.name,
             deadlines=maker.deadlines,
             should_stop=maker.stopped.is_set,
         )
@@ -233,7 +233,7 @@ class SlotPrompts(WorkSource):
     def __init__(self, maker: "Maker") -> None:
         self._maker = maker
 
-    def draw(self, room: int) -> list[Sample] | None:  # noqa: ARG002
+    def wait_for_work(self, room: int) -> list[Sample] | None:  # noqa: ARG002
         return self._maker.draw()
 
     def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
@@ -258,7 +258,7 @@ class Maker:
             rules,
             self,  # type: ignore[arg-type]
             peers=RayPeers(),
-            maker=self.name,
+            maker_name=self.name,
             should_stop=self.stopped.is_set,
         )
 

@@ -176,7 +176,8 @@ class StaleRun(SynchronousRun):
         rules = build.ledger_rules(config)
         super().__init__(config, RunLog(None, total_steps=0), rules=rules)
         self._group_size = rules.group_size
-        maker, rollout, num_versions = self.maker.pipeline.maker, config.rollout, config.topology.max_staleness + 1
+        maker, rollout = self.maker.pipeline.experience_maker, config.rollout
+        num_versions = config.topology.max_staleness + 1
         maker.engine = NativeEngine(maker.actor, num_slots=num_versions * BATCH_SIZE * self._group_size)
         # Tokens of a response that each version generates.
         self._share = -(-rollout.max_new_tokens // (num_versions if rollout.in_flight else 1))
@@ -190,7 +191,7 @@ class StaleRun(SynchronousRun):
         if numbers := self._schedule.written[self.version]:
             prompts, unusable = self._prompts.batch(numbers, group_size=self._group_size)
             assert not unusable
-            self.maker.pipeline.submit(prompts)
+            self.maker.pipeline.add_samples(prompts)
             self._write(1)  # starts them without generating more of the others
         numbers = self._schedule.trained[self.version]
         self._write(self._share)
@@ -200,14 +201,14 @@ class StaleRun(SynchronousRun):
 
     def _write(self, num_tokens: int) -> None:
         """Generate `num_tokens` tokens of each started sample and score complete groups."""
-        maker = self.maker.pipeline.maker
+        maker = self.maker.pipeline.experience_maker
         maker.policy_version = self.version
         for _ in range(num_tokens):
-            if maker.num_writing:
-                maker.write()
-        if not maker.num_written:
+            if maker.num_generating:
+                maker.generate_tokens()
+        if not maker.num_complete:
             return
-        experience = self.maker.pipeline.finish(maker.score())
+        experience = self.maker.pipeline.complete_batch(maker.score_complete())
         assert experience is not None
         self.rewards_by_version[self.version] += experience.reward.tolist()
         groups: dict[int, list[BufferItem]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Makers and trainers around real ledgers, in simulated time: what the properties of leases are tested in."""
+"""Simulated makers and trainers around real ledgers, for tests of the properties of leases."""
 
 import dataclasses
 import heapq
@@ -13,7 +13,7 @@ from coati.ledger.rules import Lease, LeaseRequest, LedgerRules
 
 @dataclasses.dataclass(eq=False)
 class Maker:
-    """Makes its leases one after the other, `slots` at a time."""
+    """A maker that works on `slots` leases at a time."""
 
     name: str
     speed: float
@@ -25,7 +25,7 @@ class Maker:
 
 
 class World:
-    """Makers that ask all ledgers in turn, and trainers in step that publish when each has trained on a version."""
+    """Makers that request leases from all ledgers, and trainers that publish once each has trained on a version."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class World:
         max_staleness: int | None = 1,
         in_batches: bool = False,
     ) -> None:
-        """With `in_batches`, a maker takes new leases when the longest of those that it holds has ended."""
+        """With `in_batches`, a maker requests leases only when all of its leases have ended."""
         self.seed, self.rng = seed, random.Random(seed)
         self.rules = [
             LedgerRules(
@@ -69,22 +69,22 @@ class World:
         self.is_training = False
         self.picked: list[list[int]] = [[] for _ in self.ledgers]
         self.ages: list[int] = []
-        self.written: dict[int, int] = {}  # the version that a number was begun at
+        self.written: dict[int, int] = {}  # number -> version at which it was started
         self.fates: Counter[int] = Counter()
         self.most_in_flight = 0
         self._events: list[tuple[float, int, str, Any]] = []
         self._tick = itertools.count()
 
     def at(self, time: float, kind: str, *what: Any) -> None:
-        """Let something happen at a time: done, trained, commit, die, leave, join, stall, wake, look."""
+        """Schedule a call of `on_<kind>(*what)`."""
         heapq.heappush(self._events, (time, next(self._tick), kind, what))
 
     def length(self, number: int) -> float:
-        """How long a maker of speed 1 takes for a group: the same each time, because draws are keyed."""
+        """Return the time that a maker of speed 1 takes for a group, which depends only on its number."""
         return random.Random(f"{self.seed}-{number}").lognormvariate(0, self.tail) if self.tail else 1.0
 
     def run(self) -> bool:
-        """Run until all versions are trained; False if the world stands still before."""
+        """Run until all versions are trained. Return False if the simulation gets stuck."""
         self.at(0.0, "look")
         while self._events and self.version < self.versions:
             self.now, _, kind, what = heapq.heappop(self._events)
@@ -108,7 +108,9 @@ class World:
                     maker.busy.add((stream, lease))
                     ends = self.now + (max(lengths) if self.in_batches else length)
                     self.at(ends, "done", maker, stream, lease, maker.version)
-                in_flight = sum(work.state != "trained" for work in ledger._works.values()) * ledger.rules.group_size
+                in_flight = (
+                    sum(record.state != "trained" for record in ledger._records.values()) * ledger.rules.group_size
+                )
                 self.most_in_flight = max(self.most_in_flight, in_flight)
 
     def _pick_all(self) -> None:
@@ -131,7 +133,7 @@ class World:
             self.at(self.now + self.train_time, "trained")
 
     def on_look(self) -> None:
-        """Nothing happens; makers ask."""
+        """Let makers request leases."""
 
     def on_done(self, maker: Maker, stream: int, lease: Lease, version: int) -> None:
         if maker.is_stalled:
@@ -168,7 +170,7 @@ class World:
     def on_stall(self, name: str, seconds: float) -> None:
         if (maker := self.makers.get(name)) is not None:
             maker.is_stalled = True
-            for ledger in self.ledgers:  # as after a lease has expired
+            for ledger in self.ledgers:  # as when its leases expire
                 ledger.release(name, "stalled")
             self.at(self.now + seconds, "wake", maker)
 

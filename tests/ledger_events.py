@@ -1,4 +1,4 @@
-"""The ledger that events lead to: a journal holds all that a ledger decided."""
+"""Reconstruction of a ledger from its events."""
 
 from coati.ledger.leases import Ledger
 from coati.ledger.rules import LedgerRules

@@ -1,4 +1,4 @@
-"""From a batch to its samples and back: padding off, padding on."""
+"""Conversion between padded batches and unpadded samples."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,18 +21,18 @@ from coati.experience import (
 
 
 def columns_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """The dataset's columns of samples, which all have the same ones."""
+    """Return the dataset columns of samples, which all have the same columns."""
     return {name: [sample.columns[name] for sample in samples] for name in samples[0].columns}
 
 
 def group_ids_of(samples: Sequence[Sample]) -> Tensor | None:
-    """The groups of samples, [B]; None where one has none."""
+    """Return the group ids of samples, [B]; None if any sample has none."""
     groups = [sample.group for sample in samples]
     return None if None in groups else torch.tensor(groups)
 
 
 def pad_prompts(samples: Sequence[Sample], *, pad_token: int, width: int = 0) -> tuple[Tensor, Tensor]:
-    """Input ids and attention mask, [B, P] each, left-padded to at least `width`."""
+    """Return input ids and attention mask, [B, P] each, left-padded to at least `width` tokens."""
     width = max(width, *(len(sample.tokens) for sample in samples))
     gaps = [width - len(sample.tokens) for sample in samples]
     ids = [[pad_token] * gap + sample.tokens for gap, sample in zip(gaps, samples, strict=True)]
@@ -40,7 +40,7 @@ def pad_prompts(samples: Sequence[Sample], *, pad_token: int, width: int = 0) ->
 
 
 def pad_samples(samples: Sequence[Sample], *, pad_token: int, device: torch.device) -> Experience:
-    """Prompts and responses of samples; what scoring computes is 0 so far."""
+    """Return a padded batch of prompts and responses. The fields that scoring computes are 0."""
     input_ids, attention_mask = (matrix.to(device) for matrix in pad_prompts(samples, pad_token=pad_token))
     lengths = torch.tensor([len(sample.response) for sample in samples], device=device)
     mask = torch.arange(int(lengths.max()), device=device) < lengths.unsqueeze(1)
@@ -67,7 +67,7 @@ def pad_samples(samples: Sequence[Sample], *, pad_token: int, device: torch.devi
 
 
 def split_experience_batch(experience: Experience) -> list[BufferItem]:
-    """One item for each sample, without padding. The items of a batch share memory: each has its part of a tensor."""
+    """Split a batch into one item per sample, without padding. The items share memory."""
     experience.validate()
     num_prompt_tokens, device = experience.num_prompt_tokens, experience.sequences.device
     starts = [0] * experience.num_samples  # prompt positions before the first real token
@@ -94,7 +94,7 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
 
 
 def make_experience_batch(items: Sequence[BufferItem]) -> Experience:
-    """Pad (prompts left, responses right) and stack.
+    """Pad items (prompts left, responses right) and stack them into a batch.
 
     >>> tokens, floats = torch.tensor([[5, 6, 7]]), torch.zeros(1, 2)
     >>> experience = Experience(tokens, floats, floats, torch.ones(1), floats, floats, None, None)
@@ -108,17 +108,18 @@ def make_experience_batch(items: Sequence[BufferItem]) -> Experience:
 
 
 def check_items(items: Sequence[BufferItem]) -> None:
-    """Raise DataError unless all are well-formed items."""
+    """Raise DataError unless every item is a well-formed `BufferItem`."""
     for item in items:
         if not isinstance(item, BufferItem):
             raise DataError(
-                f"a buffer takes a list of BufferItem, got a {type(item).__name__} in it. Use split_experience_batch."
+                f"a buffer takes a list of BufferItem, got a {type(item).__name__} in it. Use split_experience_batch "
+                "to split a batch into items."
             )
         item.validate()
 
 
 def pad_items(items: Sequence[BufferItem]) -> Experience:
-    """`make_experience_batch` for items that have been checked."""
+    """Pad and stack items that have been checked. See `make_experience_batch`."""
     prompts, responses = [item.num_prompt_tokens for item in items], [item.num_actions for item in items]
     width_prompt, width_response = max(prompts), max(responses)
     is_ragged = min(prompts) != width_prompt or min(responses) != width_response
@@ -137,7 +138,7 @@ def pad_items(items: Sequence[BufferItem]) -> Experience:
         if all(tensor is None for tensor in tensors) and not needs_mask:
             fields[name] = None
             continue
-        # Samples of a hand-written maker may mix with ours: fields they lack get a neutral value.
+        # Items of different makers may lack different fields, which get a neutral value.
         tensors = [_default(item, name) if found is None else found for item, found in zip(items, tensors, strict=True)]
         if name in PER_SAMPLE_FIELDS:
             fields[name] = torch.stack([tensor.reshape(()) for tensor in tensors])
@@ -147,18 +148,18 @@ def pad_items(items: Sequence[BufferItem]) -> Experience:
 
 
 class _Padding:
-    """Where the entries of all rows go in a padded batch, computed once for all fields of the same shape."""
+    """Positions of the entries of all rows in a padded batch, computed once for all fields of the same shape."""
 
     def __init__(self, *, starts: list[int], lengths: list[int], width: int, device: torch.device) -> None:
         self._shape = (len(lengths), width)
         counts = torch.tensor(lengths, device=device)
-        # Row r begins at r·width + start; within it the entries follow each other.
+        # The entries of row r are contiguous from r·width + start.
         begins = torch.arange(len(lengths), device=device) * width + torch.tensor(starts, device=device)
         before = counts.cumsum(0) - counts
         self._flat = torch.arange(sum(lengths), device=device) + (begins - before).repeat_interleave(counts)
 
     def padded(self, rows: Sequence[Tensor]) -> Tensor:
-        """One matrix of all rows, with 0 in the padding."""
+        """Return one matrix of all rows, with 0 in the padding."""
         entries = torch.cat(list(rows))
         return entries.new_zeros(self._shape[0] * self._shape[1]).index_copy_(0, self._flat, entries).view(self._shape)
 

@@ -1,23 +1,23 @@
-"""The forms of a sample that several packages share: `Sample`, which a maker writes, `Experience` and `BufferItem`.
+"""The forms of a sample that several packages share: `Sample`, `Experience` and `BufferItem`.
 
 Shapes: B samples, P prompt tokens (left-padded), A response tokens (right-padded), S = P + A.
 
-A sample takes nine forms on its way from prompt to gradient, two of them on both sides:
+A sample takes these forms on its way from prompt to gradient:
 
     row of a dataset    dict        prompts/            one prompt and its columns
-    Sample              maker                           the prompt as tokens; then the response, and what became of it
+    Sample              maker                           the prompt as tokens; later the response and its outcome
     MakerBatch          maker       experience_maker/   samples that are scored together, and their experience
-    Experience          maker                           prompts and responses, padded; then rewards, KL and advantages
-    RewardRequest       maker       rewards/            the same as text and tokens, for rewards
-    BufferItem          both                            one sample without padding; so it waits at the trainer
-    ItemBundle          maker                           items for one trainer, which pickle as an array for each field
+    Experience          maker                           padded prompts and responses; later rewards, KL and advantages
+    RewardRequest       maker       rewards/            prompts and responses as text and tokens, for rewards
+    BufferItem          both                            one sample without padding, the form in which it is buffered
+    ItemBundle          maker                           items for one trainer, pickled as one array per field
     Experience          trainer                         items of several makers, padded again
     MicroBatch          trainer     trainer/            the rows of one pass
-    PackedRows          both        models/             rows joined end to end for a model, here or for scoring
+    PackedRows          both        models/             rows joined end to end, for training and scoring passes
 
-Beside them: each engine has its own buffers for what it is writing, rewards answer a request with `PendingScores` (a
-`Verdict` for each sample), and `PackedRows.actions` says which packed tokens are scored. A `Lease` is the right to make
-one group: the samples of a prompt where they are compared, else one sample.
+Engines have their own buffers for the samples they generate. Rewards answer a request with `PendingScores` (a `Verdict`
+per sample). `PackedRows.actions` marks the packed tokens that are scored. A `Lease` is the right to make one group: the
+samples of a prompt if the algorithm compares them, otherwise one sample.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from coati.wire import WireTensor, decode, encode
 
 logger = logging.getLogger(__name__)
 
-# Id or version of a sample whose maker did not set it.
+# Id or version that the sample's maker did not set.
 UNKNOWN_ID = -1
 _NOTHING = torch.empty(0)
 _OPTIONS = GenerateOptions()
@@ -43,40 +43,40 @@ _OPTIONS = GenerateOptions()
 
 @dataclasses.dataclass(eq=False)
 class Sample:
-    """One sample of a maker: a prompt, how to continue it, the response, and what became of it."""
+    """One sample of a maker: a prompt, its generate options, the response, and the outcome."""
 
-    id: int  # keys its randomness
-    tokens: list[int]  # what it is continued from: the prompt, and whatever came in earlier turns
-    limit: int = 0  # the most tokens of the response; less than 1 where the prompt leaves no room for one
+    id: int  # keys its random draws
+    tokens: list[int]  # the prompt, and the tokens of earlier turns
+    limit: int = 0  # maximum number of response tokens; below 1 if the prompt leaves no room
     seed: int = 0
     options: GenerateOptions = dataclasses.field(default_factory=lambda: _OPTIONS)
     is_kept: bool = False
-    """Whether it keeps its place when its response has ended, to be continued (`extend`) or let go (`cancel`)."""
+    """Whether the engine keeps its slot and cache after the response, until `extend` or `cancel`."""
     needs_log_probs: bool = True
-    """False where none are read, as in an evaluation: any options go then, and log-probs may be of what a cut left."""
+    """False in evaluations, which read no log-probs. Allows all options; log-probs may be those after truncation."""
 
-    group: int | None = None  # the same for all samples of a prompt
+    group: int | None = None  # equal for all samples of a prompt
     unit: int = UNKNOWN_ID
-    """What it is scored and dropped with: its group if the samples of a prompt are compared, else its id."""
+    """Samples of a unit are scored and dropped together: the group if the algorithm compares samples, else the id."""
     lease: tuple[int, int] | None = None  # number and epoch of the lease that it is made for
-    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the dataset, for the reward
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # dataset columns, for the reward
 
-    response: Tensor = _NOTHING  # [A] with the token that ended it
-    log_probs: Tensor = _NOTHING  # [A] at the sampling temperature, before top-k/top-p cut anything
+    response: Tensor = _NOTHING  # [A] including the end-of-sequence token
+    log_probs: Tensor = _NOTHING  # [A] at the sampling temperature, before top-k/top-p truncation
     versions: Tensor = _NOTHING  # [A] int64: version of the weights that wrote each token
-    is_cut: bool = False  # the length limit ended it, and no end-of-sequence token or stop string
+    is_cut: bool = False  # whether the length limit ended it, not an end-of-sequence token or stop string
 
-    remarks: dict[str, Any] = dataclasses.field(default_factory=dict)  # the terms of a sum of rewards, and details
-    lost: str = ""  # why it is left out; empty if that is because of another sample of its unit
-    is_quarantined: bool = False  # left out because the reward failed on it, or on another of its unit
+    remarks: dict[str, Any] = dataclasses.field(default_factory=dict)  # reward terms and details
+    lost: str = ""  # why it was dropped; empty if because of another sample of its unit
+    is_quarantined: bool = False  # dropped because the reward failed on it or on another sample of its unit
 
-    # Up to the engine:
-    num_drawn: int = 0  # tokens drawn in earlier turns
-    is_over: bool = False  # whether this turn has ended, or was cancelled
-    place: Any = None  # where it is written
+    # Used by the engine:
+    num_drawn: int = 0  # number of tokens drawn in earlier turns
+    is_over: bool = False  # whether this turn has ended or was cancelled
+    place: Any = None  # its slot
 
     def next_turn(self, response: Sequence[int], tokens: Sequence[int], limit: int) -> "Sample":
-        """The turn that follows: after the response come further tokens, and then the next response."""
+        """Return a copy for the next turn, whose prompt is extended by the response and by `tokens`."""
         return dataclasses.replace(
             self,
             tokens=[*self.tokens, *response, *tokens],
@@ -92,19 +92,19 @@ class _SampleFields:
 
     sequences: Tensor  # [B, S] prompt and response token ids
     action_log_probs: Tensor  # [B, A] log π(token) of response tokens under the policy that sampled them
-    values: Tensor  # [B, A] the critic's estimate V(state before the token); zeros without a critic
-    reward: Tensor  # [B] the score of each sequence, without the KL penalty
+    values: Tensor  # [B, A] the critic's estimate V(state before the token); 0 without a critic
+    reward: Tensor  # [B] score of each sequence, without the KL penalty
     kl: Tensor  # [B, A] per-token estimate of KL(policy || initial model)
     advantages: Tensor  # [B, A] not whitened
     attention_mask: Tensor | None  # [B, S] 1 on real tokens, 0 on padding
     action_mask: Tensor | None  # [B, A] True on response tokens, the end-of-sequence token included, False after it
 
-    sample_ids: Tensor | None = None  # [B] int64: identifies the sample and keys its randomness
-    group_ids: Tensor | None = None  # [B] int64: the same for all samples of a prompt
+    sample_ids: Tensor | None = None  # [B] int64: identifies the sample and keys its random draws
+    group_ids: Tensor | None = None  # [B] int64: equal for all samples of a prompt
     policy_versions: Tensor | None = None  # [B, A] int64: version of the weights that wrote each token
     temperatures: Tensor | None = None  # [B] log-probs here and in training are those of softmax(logits / temperature)
-    proximal_log_probs: Tensor | None = None  # [B, A] of the weights that first saw the batch; written by the learner
-    reference_log_probs: Tensor | None = None  # [B, A] of the initial model, where the KL penalty is in the loss
+    proximal_log_probs: Tensor | None = None  # [B, A] under the weights that first saw the batch; set by the learner
+    reference_log_probs: Tensor | None = None  # [B, A] under the initial model, if the KL penalty is in the loss
     returns: Tensor | None = None  # [B, A] the critic's targets; None: advantages + values
     is_cut: Tensor | None = None  # [B] bool: whether the length limit ended the response
 
@@ -113,16 +113,16 @@ class _SampleFields:
 
     @property
     def num_actions(self) -> int:
-        """Response tokens, padding included."""
+        """Number of response tokens, including padding."""
         return int(self.action_log_probs.shape[-1])
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens, padding included."""
+        """Number of prompt tokens, including padding."""
         return int(self.sequences.shape[-1]) - self.num_actions
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every field that is set, by name."""
+        """Yield name and tensor of every field that is set."""
         for name in EXPERIENCE_FIELDS:
             value = getattr(self, name)
             if value is not None:
@@ -136,19 +136,19 @@ class _SampleFields:
             if not isinstance(tensor, Tensor) or tensor.ndim != self._num_dims:
                 came = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise DataError(
-                    f"{label}.{name} must be a tensor with {self._num_dims} dimension(s), got {came}. "
-                    "make_experience_batch makes a batch of samples, split_experience_batch takes one apart."
+                    f"{label}.{name} must be a tensor with {self._num_dims} dimension(s), got {came}. Use "
+                    "make_experience_batch to make a batch from samples, split_experience_batch to split one."
                 )
         if self.sequences.is_floating_point():
             raise DataError(f"{label}.sequences must hold token ids, got {self.sequences.dtype}.")
         if self.num_prompt_tokens < 0:
             raise DataError(
                 f"{label}.action_log_probs has {self.num_actions} response tokens, more than the "
-                f"{self.sequences.shape[-1]} of {label}.sequences. Sequences hold the prompt and the response."
+                f"{self.sequences.shape[-1]} of {label}.sequences, which must hold the prompt and the response."
             )
         token_shape, response_shape = self.sequences.shape, self.action_log_probs.shape
         sample_shape = token_shape[:-1]
-        for name in EXPERIENCE_FIELDS:  # runs for every sample, so it does no more than it must
+        for name in EXPERIENCE_FIELDS:  # runs for every sample, so it must be fast
             value = fields[name]
             if value is None and name not in REQUIRED_FIELDS:
                 continue
@@ -175,9 +175,9 @@ PER_SAMPLE_FIELDS = ("reward", "sample_ids", "group_ids", "temperatures", "is_cu
 
 @dataclasses.dataclass
 class Experience(_SampleFields):
-    """A batch of samples with everything PPO needs to learn from them.
+    """A batch of samples with everything that PPO needs to train on them.
 
-    The first eight fields are the contract; the others describe where each sample came from and default to None.
+    The first eight fields are the contract's. The others default to None.
 
     >>> tokens, floats = torch.tensor([[5, 6, 7]]), torch.zeros(1, 2)
     >>> experience = Experience(tokens, floats, floats, torch.ones(1), floats, floats, None, None)
@@ -190,7 +190,7 @@ class Experience(_SampleFields):
 
     @classmethod
     def empty(cls) -> Self:
-        """An experience of no samples, for a rank that has no data while others do."""
+        """Return an experience without samples, for a rank that has no data while others do."""
         tokens, ids = torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, dtype=torch.long)
         scores, floats = torch.zeros(0), torch.zeros(0, 1)
         return cls(
@@ -205,27 +205,29 @@ class Experience(_SampleFields):
 
     @property
     def num_samples(self) -> int:
-        """B."""
+        """Number of samples, B."""
         return int(self.sequences.shape[0])
 
     def critic_targets(self) -> Tensor:
-        """`returns`, or advantages + values where the experience has none, [B, A]."""
+        """Return `returns`, or advantages + values if it is None, [B, A]."""
         return self.advantages + self.values if self.returns is None else self.returns
 
     def full_action_mask(self) -> Tensor:
-        """`action_mask`, or all True where the experience has none, [B, A] bool."""
+        """Return `action_mask`, or all True if it is None, [B, A] bool."""
         if self.action_mask is not None:
             return self.action_mask.bool()
         return torch.ones_like(self.action_log_probs, dtype=torch.bool)
 
     def tokens_and_masks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Sequences, attention mask and action mask; ones where the experience has no mask."""
+        """Return sequences, attention mask and action mask; a mask that is None becomes all ones."""
         ones = torch.ones_like(self.sequences, dtype=torch.long)
         return self.sequences, ones if self.attention_mask is None else self.attention_mask, self.full_action_mask()
 
     def age_metrics(self, trainer_version: int) -> dict[str, float]:
-        """Mean and greatest age of the samples, in versions, each as old as its oldest token, and the mean age of the
-        tokens; 0 where no version is known."""
+        """Return mean and maximum age of the samples, and mean age of the tokens, in versions; 0 if none is known.
+
+        A sample is as old as its oldest token.
+        """
         ages = dict.fromkeys(("train/age_mean", "train/age_max", "train/token_age_mean"), 0.0)
         if self.policy_versions is None:
             return ages
@@ -239,12 +241,12 @@ class Experience(_SampleFields):
 
     @torch.no_grad()
     def to_device(self, device: torch.device | str) -> None:
-        """Move every tensor in place, leaving None alone."""
+        """Move every tensor to `device` in place. Fields that are None stay None."""
         for name, tensor in list(self.tensors()):
             setattr(self, name, tensor.to(device, non_blocking=tensor.device.type == "cpu" and tensor.is_pinned()))
 
     def pin_memory(self) -> Self:
-        """Pin every tensor for fast copies to the GPU; without CUDA a no-op that is logged once, at debug level."""
+        """Pin every tensor for fast copies to the GPU, and return self. Without CUDA this does nothing."""
         if not torch.cuda.is_available():
             _log_no_pinning()
             return self
@@ -254,7 +256,7 @@ class Experience(_SampleFields):
         return self
 
     def select(self, rows: Tensor | slice) -> "Experience":
-        """The samples that `rows` picks (an index tensor, a bool mask or a slice), as a new experience."""
+        """Return a new experience of the samples that `rows` selects: an index tensor, a bool mask or a slice."""
         return dataclasses.replace(self, **{name: tensor[rows] for name, tensor in self.tensors()})
 
 
@@ -268,9 +270,9 @@ class BufferItem(_SampleFields):
     """One sample: the fields of `Experience` without padding and batch dimension. Pickles as numpy arrays."""
 
     # Set by the sender:
-    delivery_id: str | None = None  # the same for all items sent together, and for a retry: without leases it tells
+    delivery_id: str | None = None  # equal for all items of a send and its retries, which it identifies without leases
     lease: tuple[int, int] | None = None  # number and epoch of the lease that this sample was made for
-    scored_by: int = UNKNOWN_ID  # version of the weights that scored it, maybe newer than those that wrote it
+    scored_by: int = UNKNOWN_ID  # version of the weights that scored it; may be newer than those that wrote it
 
     _label = "buffer item"
     _num_dims = 1
@@ -280,10 +282,10 @@ class BufferItem(_SampleFields):
 
 
 class ItemBundle(list[BufferItem]):
-    """Items of one batch, which pickle ten times faster together and unpickle as a plain list.
+    """Items of one batch, pickled together, which is ten times faster. Unpickles as a plain list.
 
     >>> import copy
-    >>> type(copy.copy(ItemBundle([])))  # a copy is made by pickling's rules
+    >>> type(copy.copy(ItemBundle([])))  # copying uses pickle's protocol
     <class 'list'>
     """
 
@@ -292,9 +294,9 @@ class ItemBundle(list[BufferItem]):
 
 
 def join_items(items: Sequence[BufferItem]) -> dict[str, Tensor]:
-    """Few large tensors, for the wire or a file: each field of all items end to end, and its length in each item.
+    """Concatenate each field of all items into one tensor, for the wire or a file, with its length in each item.
 
-    A length of -1 stands for None: samples of different makers may lack different fields.
+    A length of -1 stands for None, because items of different makers may lack different fields.
     """
     joined = {}
     for name in EXPERIENCE_FIELDS:
@@ -306,7 +308,7 @@ def join_items(items: Sequence[BufferItem]) -> dict[str, Tensor]:
 
 
 def separate_items(joined: Mapping[str, Tensor]) -> list[BufferItem]:
-    """The items that `join_items` joined. They share memory."""
+    """Return the items that `join_items` concatenated. They share memory."""
     num_items = len(joined["sequences.lengths"]) if "sequences" in joined else 0
     columns: dict[str, Sequence[Any]] = dict.fromkeys(EXPERIENCE_FIELDS, [None] * num_items)
     for name in EXPERIENCE_FIELDS:
@@ -318,7 +320,7 @@ def separate_items(joined: Mapping[str, Tensor]) -> list[BufferItem]:
     return [BufferItem(*row) for row in zip(*columns.values(), strict=True)]
 
 
-# What the sender has set.
+# Delivery id, lease and `scored_by` of an item.
 _Sent = tuple[str | None, tuple[int, int] | None, int]
 _WireItems = tuple[dict[str, WireTensor], list[_Sent]]
 
@@ -330,7 +332,7 @@ def _to_wire(items: Sequence[BufferItem]) -> _WireItems:
 
 def _from_wire(wire_items: _WireItems) -> list[BufferItem]:
     fields, senders = wire_items
-    # Arrays from the object store are read-only; the items share the copy.
+    # Arrays from the object store are read-only, so copy them; the items share the copy.
     items = separate_items({name: decode(wire, copy=True) for name, wire in fields.items()})
     for item, sent in zip(items, senders, strict=True):
         item.delivery_id, item.lease, item.scored_by = sent

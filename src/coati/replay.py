@@ -63,7 +63,7 @@ class ReplayedRun(SynchronousRun):
         super().__init__(config, RunLog(None, total_steps=0), parts=parts, rules=journal.rules)
         self._max_staleness = -1  # a tampered journal shows in the weights
         self._prompt_stream = build.make_prompts(config)
-        maker: Any = self.maker.pipeline.maker
+        maker: Any = self.maker.pipeline.experience_maker
         self._engine = maker.engine = _ReplayEngine(getattr(maker, "engine", None))
 
     def next_batch(self) -> Experience | None:
@@ -150,7 +150,7 @@ class ReplayedRun(SynchronousRun):
             scored = [number for number, by in zip(numbers, delivery["scored_by"], strict=True) if by == version]
             self._engine.scored_by = serve(version)
             drawn, _ = self._prompt_stream.batch(scored, group_size=size)
-            made = self.maker.pipeline.finish(self.maker.pipeline.begin(drawn))
+            made = self.maker.pipeline.complete_batch(self.maker.pipeline.make_batch(drawn))
             for item in [] if made is None else split_experience_batch(made):
                 groups[self._number_of(item)].append(item)
         if lost := [number for number, group in groups.items() if len(group) < size]:

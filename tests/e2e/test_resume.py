@@ -190,7 +190,7 @@ def test_a_stop_in_the_middle_of_a_version_ends_it_early_and_the_run_goes_on(
     def num_trained():
         account = audit_run(out)
         assert account.problems == []
-        return sum(group.state == "trained" for group in account.streams[0].groups.values())
+        return sum(group.state == "trained" for group in account.trainers[0].groups.values())
 
     coati.train(
         film_run,

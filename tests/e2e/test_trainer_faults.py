@@ -120,5 +120,5 @@ def test_a_run_is_resumed_with_another_number_of_trainers(film_run, coati_comman
     audit = coati_here("audit", tmp_path / "out")
     assert audit.returncode == 0, audit.stdout
     assert [row["step"] for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [1, 2, 3, 4]
-    groups = [group for stream in audit_run(tmp_path / "out").streams for group in stream.groups.values()]
+    groups = [group for trainer in audit_run(tmp_path / "out").trainers for group in trainer.groups.values()]
     assert sum(group.fate == "trained" for group in groups) == 24 * 2 * (before + after)

@@ -77,9 +77,9 @@ def test_plain_makers_follow_a_lora_trainer_by_adapters_and_new_ones_get_the_bas
         record["metrics"]["weights/bytes"] for record in ray.get(trainer.report.remote()).records.records
     )
     assert adapters == again < full == joined
-    of_maker = logits_of(maker, lambda self: self.pipeline.maker.actor)
+    of_maker = logits_of(maker, lambda self: self.pipeline.experience_maker.actor)
     of_trainer = logits_of(trainer, lambda self: self._learner.actor)
-    of_newcomer = logits_of(newcomer, lambda self: self.pipeline.maker.actor)
+    of_newcomer = logits_of(newcomer, lambda self: self.pipeline.experience_maker.actor)
     torch.testing.assert_close(of_maker, of_trainer, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(of_newcomer, of_trainer, atol=1e-5, rtol=1e-5)
     assert (of_maker - Actor(llama(0)).eval()(torch.tensor([[1, 2, 3]])).logits).abs().max() > 1e-2

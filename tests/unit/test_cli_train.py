@@ -11,7 +11,7 @@ from coati.cli.train import execute
 from coati.config import build_config
 from coati.errors import ConfigError, RunStopped
 from coati.ledger import LedgerRules
-from coati.ledger.audit import Group, RunAccount, StreamAccount
+from coati.ledger.audit import Group, RunAccount, TrainerAccount
 from coati.monitor.run_log import RunSnapshot
 from coati.rewards.calling import load_reward_function
 
@@ -19,8 +19,8 @@ CONFIG = build_config({"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "
 
 
 def test_a_result_has_a_one_line_repr():
-    account = RunAccount([StreamAccount(LedgerRules(samples_per_version=2, total_samples=6))], [])
-    account.streams[0].groups = dict.fromkeys(range(2000), Group("trained"))
+    account = RunAccount([TrainerAccount(LedgerRules(samples_per_version=2, total_samples=6))], [])
+    account.trainers[0].groups = dict.fromkeys(range(2000), Group("trained"))
     result = entry.RunResult(config=CONFIG, account=account, num_restarts={}, seconds=12.3, was_stopped=False)
     assert repr(result) == "<RunResult in 'runs/run': done, 2,000 samples, 12 s>"
 

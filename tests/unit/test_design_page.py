@@ -1,4 +1,4 @@
-"""docs/design.md names every lock that there is."""
+"""docs/design.md lists every lock."""
 
 import re
 from pathlib import Path

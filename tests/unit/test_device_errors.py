@@ -75,7 +75,7 @@ class OwnMaker(NaiveExperienceMaker):
 
 def make(maker):
     pipeline = ExperiencePipeline(maker, ServedModels(maker.trained_models), generate_kwargs={"max_new_tokens": 4})
-    pipeline.begin(parse_prompts(prompts(batch_size=4)[0]))
+    pipeline.make_batch(parse_prompts(prompts(batch_size=4)[0]))
 
 
 def generate():
@@ -90,7 +90,7 @@ def submit():
     try:
         make(maker)
     finally:
-        assert maker.num_writing == 0
+        assert maker.num_generating == 0
         maker.engine.submit = real
         make(maker)  # it recovers
 

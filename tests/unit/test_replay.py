@@ -57,7 +57,7 @@ class InterleavedMaker(Maker):
             build.ledger_rules(config),
             self.pipeline.served,
             peers=peers,
-            maker=name,
+            maker_name=name,
         )
 
     def update_experience_maker(self, *, message):
@@ -73,14 +73,14 @@ class InterleavedMaker(Maker):
             self.look()
         if self._scored and dice.random() < 0.5:
             scored = self._scored.pop(0)
-            made = self.pipeline.finish(scored)
+            made = self.pipeline.complete_batch(scored)
             items = [] if made is None else split_experience_batch(made)
             self._sender.send(self.prompts.attach_leases(scored, items))
-        if not self.pipeline.num_in_work or dice.random() < 0.3:
+        if not self.pipeline.num_in_progress or dice.random() < 0.3:
             prompts = self.prompts.poll(dice.randrange(1, 4))
             if prompts is not None:
-                self.pipeline.submit(prompts)
-        if self.pipeline.num_in_work and (batch := self.pipeline.advance()) is not None:
+                self.pipeline.add_samples(prompts)
+        if self.pipeline.num_in_progress and (batch := self.pipeline.generate_and_score()) is not None:
             self._scored.append(batch)
 
 

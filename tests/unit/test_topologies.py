@@ -45,7 +45,7 @@ class Maker:
             run.rules,
             self,
             peers=run.peers,
-            maker=name,
+            maker_name=name,
         )
 
     def ask(self):

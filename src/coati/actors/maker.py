@@ -89,7 +89,7 @@ class Maker(Worker):
         self._sender = ItemSender(
             self._trainer_names,
             peers=self.host.peers,
-            sender=self._name,
+            maker_name=self._name,
             deadlines=options.deadlines,
             should_stop=self.host.stop.is_set,
             timeline=self._timeline,
@@ -175,7 +175,7 @@ class Maker(Worker):
             generate_kwargs=generate_kwargs,
             # Prompts without ids get numbers that start at a different value in each maker.
             first_sample_id=(zlib.crc32(self._name.encode()) & 0x7FFFFF) << 40,
-            in_flight=rollout is not None and rollout.in_flight,
+            commit_between_tokens=rollout is not None and rollout.in_flight,
             timeline=self._timeline,
         )
 
@@ -193,14 +193,14 @@ class Maker(Worker):
     def _make_source(self, dataloader_fn: Callable[[], Any], num_epochs: int, num_steps: int) -> WorkSource:
         rules = self._options.rules
         if rules is None:
-            return LoaderPrompts(dataloader_fn, num_epochs, num_steps, maker=self._name)
+            return LoaderPrompts(dataloader_fn, num_epochs, num_steps, maker_name=self._name)
         return LeasedPrompts(
             dataloader_fn(),  # a `PromptStream`, which looks up leased prompts by number
             self._trainer_names,
             rules,
             self._served,
             peers=self.host.peers,
-            maker=self._name,
+            maker_name=self._name,
             incarnation=self._options.incarnation,
             deadlines=self._options.deadlines,
             should_stop=self.host.stop.is_set,

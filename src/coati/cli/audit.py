@@ -40,7 +40,7 @@ def audit(
     console.print(f"Made: {counted(account.num_made, 'sample')} (delivered to a trainer and accepted).")
     if any(fate == "open" for fate, *_ in fates):
         console.print("Open: leased, but not yet trained on, dropped or quarantined.")
-    bound = account.streams[0].rules.max_staleness
+    bound = account.trainers[0].rules.max_staleness
     limit = "no limit" if bound is None else f"max_staleness {bound}"
     console.print(f"Oldest group trained on: {counted(account.oldest, 'version')} old ({limit}).")
     if (path := folder / "evaluations.jsonl").is_file():

@@ -69,7 +69,7 @@ class EvaluationWork:
             tell()
             return self._should_stop()
 
-        maker = pipeline.maker
+        maker = pipeline.experience_maker
         engine = getattr(maker, "engine", None) or make_engine(self._config.rollout, maker.actor)
         with pipeline.timeline.span("evaluate"), self._served.use() as version:
             evaluator = self._evaluators[job.name]
@@ -105,7 +105,7 @@ class EvaluationWork:
             build.load_tokenizer(self._config).save_pretrained(folder)
             (folder / "evaluation.json").write_text(json.dumps(record, indent=1))
 
-        self._strategy.save_model(pipeline.maker.actor, path, add=add)
+        self._strategy.save_model(pipeline.experience_maker.actor, path, add=add)
         return True
 
     def _ask(self, method: str, *args: Any) -> Any:

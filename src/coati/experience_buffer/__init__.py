@@ -1,1 +1,1 @@
-"""The buffers in which samples wait for a trainer. `utils` has the contract's names."""
+"""Buffers that hold samples until a trainer takes them. `utils` has the contract's names."""

@@ -1,7 +1,7 @@
-"""Where samples wait for a trainer, until whole batches of them come out.
+"""The buffer that collects samples for a trainer and returns them as whole batches.
 
-In a run makers lease groups of samples from a trainer's buffer and deliver them to it, and its ledger decides which are
-trained on next (`LeasedBuffer`). `coati.ray.detached_replay_buffer` is for trainers without leases.
+In a run, makers lease groups of samples from a trainer's buffer and deliver them to it, and its ledger decides which
+are trained on next (`LeasedBuffer`). Trainers without leases use `coati.ray.detached_replay_buffer`.
 """
 
 import contextlib
@@ -29,89 +29,91 @@ from coati.ledger.rules import Lease, LeaseRequest, LedgerRules
 logger = logging.getLogger(__name__)
 
 DEFAULT_WAIT_SECONDS = 1800.0
-# Producers and consumers notify each other, so this is only a fallback, and how often a consumer looks whether to stop.
+# Producers and consumers notify each other. This interval is a fallback, and how often a consumer checks for a stop.
 SLICE_SECONDS = 0.5
 
 
 class SampleBuffer(ABC):
-    """Batches of `sample_batch_size`. A subclass says where they come from."""
+    """Thread-safe source of batches of `sample_batch_size` samples. Subclasses decide which samples form a batch."""
 
     def __init__(self, sample_batch_size: int) -> None:
         self.sample_batch_size = sample_batch_size
         self.last_progress = 0.0
-        """When a maker last said that it is at work on something else, by the monotonic clock."""
-        self.num_sampled = 0  # samples that have come out in batches
-        self.num_made = 0  # samples that makers have made for their leases: delivered, and taken in
-        # Guards everything; never held while waiting for room or for a batch.
+        """Monotonic time at which a maker last reported that it is busy with other work."""
+        self.num_sampled = 0  # samples returned in batches
+        self.num_made = 0  # leased samples delivered and accepted
+        # Guards all state. Never held while waiting for room or for a batch.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
 
     @abstractmethod
     def extend(self, items: Sequence[BufferItem]) -> None:
-        """Take items in. If any of them is bad, none is taken."""
+        """Add items. If any of them is malformed, add none and raise DataError."""
 
     @abstractmethod
     def get_length(self) -> int:
-        """Whole batches waiting."""
+        """Return the number of whole batches waiting."""
 
     @property
     @abstractmethod
     def num_items_waiting(self) -> int:
-        """Samples that wait for their batch to fill."""
+        """Number of samples that are in no batch yet."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what it holds outside of this process's memory."""
+        """Release resources outside of this process's memory."""
 
     @abstractmethod
     def _next_batch(self) -> Sequence[BufferItem] | None:
-        """Take the items of the next batch out, under the lock; None if it is not there."""
+        """Remove and return the items of the next batch; None if it is not complete. Called with the lock held."""
 
-    # What a trainer tells its buffer and asks it.
+    # Calls of the trainer
 
     def lease(self, request: LeaseRequest) -> list[Lease]:  # noqa: ARG002
-        """Grant a maker what it may make now."""
-        raise ConfigError("this trainer has no leases to grant. Give it options.rules, or its makers none.")
+        """Grant leases to a maker."""
+        raise ConfigError(
+            "this trainer has no leases to grant. Set options.rules for the trainer, or for none of its makers."
+        )
 
     def release(self, maker: str, reason: str) -> list[int]:  # noqa: ARG002
-        """Grant the leases of a maker that is gone to others; returns their numbers."""
+        """Return the open leases of a maker that is gone to the ledger. Return their numbers."""
         return []
 
     def mark_trained(self, version: int) -> None:  # noqa: B027
-        """Note that the batches sampled so far made weights of this version."""
+        """Record that the weights of `version` were trained on all batches sampled so far."""
 
     def give_back(self, batch: Experience) -> None:  # noqa: B027
-        """Note that a batch that was sampled is not trained on."""
+        """Record that a sampled batch will not be trained on."""
 
     def begin_fit(self) -> None:  # noqa: B027
-        """Note that a `fit` begins."""
+        """Record that a `fit` begins."""
 
     def describe_wait(self) -> str:
-        """Say what the makers do that a trainer waits for."""
+        """Describe which makers the trainer waits for, for messages."""
         return "unknown"
 
     def last_batch(self) -> "tuple[Experience | None] | None":
-        """Return what is left if no more samples can come, (None,) if nothing is; None while more may come."""
+        """Return the last partial batch once no more samples can come, (None,) if it is empty; None before that."""
         return None
 
-    # Batches.
+    # Batches
 
     def sample(
         self, worker_rank: int = 0, to_device: Any = "cpu", *, timeout_seconds: float = DEFAULT_WAIT_SECONDS
     ) -> Experience:
-        """Return the next whole batch; blocks until there is one, at most `timeout_seconds`."""
+        """Return the next whole batch. Raise DeadlineExceeded if none is complete within `timeout_seconds`."""
         experience = self.try_sample(timeout_seconds)
         if experience is None:
             raise DeadlineExceeded(
                 f"worker {worker_rank} waited {timeout_seconds:g} s for a batch of {self.sample_batch_size} "
                 f"samples in the replay buffer; {self.num_items_waiting} samples of the next one are there. "
-                "Do makers deliver?"
+                "Check that makers are running and deliver."
             )
         experience.to_device(to_device)
         return experience
 
     def try_sample(self, timeout_seconds: float) -> Experience | None:
-        """Return the next whole batch, or None if none comes in time."""
+        """Return the next whole batch, or None if none is complete within `timeout_seconds`."""
         deadline = time.monotonic() + timeout_seconds
         with self._lock:
             while (items := self._next_batch()) is None:
@@ -119,12 +121,12 @@ class SampleBuffer(ABC):
                     return None
                 self._changed.wait(min(SLICE_SECONDS, seconds))
             self.num_sampled += len(items)
-            self._changed.notify_all()  # there is room again
+            self._changed.notify_all()  # producers may be waiting for room
         return pad_items(items)
 
 
 class LeasedBuffer(SampleBuffer):
-    """What makers have delivered to one trainer, and its ledger. Nothing waits for room: leases bound what comes."""
+    """The samples delivered to one trainer, and its ledger. `extend` never waits for room: leases bound the items."""
 
     def __init__(
         self,
@@ -135,53 +137,55 @@ class LeasedBuffer(SampleBuffer):
         incarnation: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`open_journal` is called before the first change is written: a run's folder is ready only after its
-        actors. `incarnation` counts how often the trainer was started again."""
+        """`open_journal` is called when the first event is written, because actors start before the run's folder is
+        ready. `incarnation` is the number of times the trainer was restarted."""
         super().__init__(sample_batch_size)
         self._ledger = Ledger(rules)
         self._incarnation = incarnation
         self._open_journal = open_journal
         self._journal: Journal | None = None
         self._clock = clock
-        self._failure: StorageError | None = None  # why events wait for room on the disk
-        self._delivered: dict[int, list[BufferItem]] = {}  # by the number of their lease
-        self._picked: deque[BufferItem] = deque()  # in no batch
-        self._in_training: dict[int, list[BufferItem]] = {}  # picked and not trained on
+        self._journal_error: StorageError | None = None  # why the journal is behind
+        self._delivered: dict[int, list[BufferItem]] = {}  # by lease number
+        self._picked: deque[BufferItem] = deque()  # picked and not yet in a batch
+        self._in_training: dict[int, list[BufferItem]] = {}  # picked and not yet trained on, by lease number
 
     @property
     def rules(self) -> LedgerRules:
-        """The rules of its ledger."""
+        """The rules of the ledger."""
         return self._ledger.rules
 
     def lease(self, request: LeaseRequest) -> list[Lease]:
-        """Grant what may be made now: nothing to a maker whose weights come from before this trainer's start."""
+        """Grant leases to a maker; none if its weights come from another incarnation of the trainers."""
         if request.trainer_incarnation != self._incarnation:
             return []
-        with self._changing():
+        with self._changing_ledger():
             if not request.wanted:
                 self.last_progress = self._clock()
             return self._ledger.lease(request, now=self._clock())
 
     def release(self, maker: str, reason: str) -> list[int]:
-        """Grant the leases of a maker that is gone to others; returns their numbers."""
-        with self._changing():
+        """Return the open leases of a maker that is gone to the ledger. Return their numbers."""
+        with self._changing_ledger():
             return self._ledger.release(maker, reason)
 
     def extend(self, items: Sequence[BufferItem]) -> None:
-        """Take items in, whole groups of them. What is not wanted any more is left out and counted."""
+        """Add items, in whole groups. Groups of stale leases are refused and counted."""
         check_items(items)
         groups: dict[Lease, list[BufferItem]] = {}
         for item in items:
             if item.lease is None:
                 raise DataError(
-                    "this trainer takes only samples that were leased from it, but one came without a lease. Start its "
-                    "makers with options.rules, or the trainer without."
+                    "this trainer accepts only samples that were leased from it, but got one without a lease. Set "
+                    "options.rules for its makers too, or for neither."
                 )
             groups.setdefault(Lease(*item.lease), []).append(item)
         size = self.rules.group_size
         if torn := [lease.number for lease, group in groups.items() if len(group) != size]:
-            raise DataError(f"a lease is delivered as a whole, {size} samples, got others for {torn}.")
-        with self._changing():
+            raise DataError(
+                f"a lease must be delivered as a whole group of {size} samples, got parts of leases {torn}."
+            )
+        with self._changing_ledger():
             fresh = self._ledger.deliver(groups, now=self._clock())
             if fresh and self._open_journal is not None:
                 made = [item for lease in fresh for item in groups[lease]]
@@ -192,45 +196,48 @@ class LeasedBuffer(SampleBuffer):
             self.num_made += len(fresh) * size
 
     def mark_trained(self, version: int) -> None:
-        """The batches sampled so far made weights of this version."""
-        with self._changing():
+        """Record that the weights of `version` were trained on all batches sampled so far."""
+        with self._changing_ledger():
             self._ledger.mark_trained(version, self.num_sampled)
             self._in_training = {number: self._in_training[number] for number in self._ledger.picked}
 
     def give_back(self, batch: Experience) -> None:
-        """Count a batch as waiting: it is not trained on after all."""
+        """Record that a sampled batch will not be trained on, so it does not count as sampled."""
         with self._lock:
             self.num_sampled -= batch.num_samples
 
     def note_weights(self, version: int, digests: Mapping[str, Mapping[str, str]], makers: Sequence[str] = ()) -> None:
-        """Write down what weights makers get as a version: all of them, or those that are named, which came late."""
+        """Record the digests of the weights published as `version`, to all makers or only to the late ones named."""
         weights = {label: "".join(of_model.values()) for label, of_model in digests.items()}
         event = {"publish": version, "samples": self.num_sampled, "weights": weights}
         with self._lock:
             self._ledger.events.append(event | ({"makers": list(makers)} if makers else {}))
-            if self._journal is not None:  # else the run's folder may not be ready for it
-                self._write_down()
+            if self._journal is not None:  # otherwise the run's folder may not be ready
+                self._write_events()
 
     def get_length(self) -> int:
-        """Whole batches that are there."""
+        """Return the number of whole batches waiting."""
         with self._lock:
             return self.num_items_waiting // self.sample_batch_size
 
     @property
     def num_items_waiting(self) -> int:
-        """Samples that are delivered and in no batch."""
+        """Number of delivered samples that are in no batch yet."""
         with self._lock:
             return len(self._picked) + len(self._delivered) * self.rules.group_size
 
     def describe_wait(self) -> str:
-        """Who holds what the next batch needs."""
+        """Describe which makers hold leases that the next batch needs."""
         with self._lock:
-            blocking = self._ledger.blocked_by().items()
-        held = [f"{maker or 'no maker'} has {count} that it cannot do without" for maker, count in blocking]
-        return "; ".join(held) or f"makers {', '.join(self._ledger.makers) or 'have not asked for work'}"
+            blocking, makers = self._ledger.blocked_by(), self._ledger.makers
+        parts = [
+            f"{maker} holds {count} of the groups that the next batch needs" if maker else f"{count} wait for a maker"
+            for maker, count in blocking.items()
+        ]
+        return "; ".join(parts) or ", ".join(makers) or "none has requested leases"
 
     def _next_batch(self) -> list[BufferItem] | None:
-        with self._changing(is_news=False):
+        with self._changing_ledger(is_news=False):
             while len(self._picked) < self.sample_batch_size:
                 number = self._ledger.pick()
                 if number is None:
@@ -242,16 +249,16 @@ class LeasedBuffer(SampleBuffer):
             return sorted(batch, key=lambda item: item.lease or ())
 
     @contextlib.contextmanager
-    def _changing(self, *, is_news: bool = True) -> Iterator[None]:
-        """Hold the lock while the ledger changes; write down what changed, and wake who waits for a batch."""
+    def _changing_ledger(self, *, is_news: bool = True) -> Iterator[None]:
+        """Hold the lock while the ledger changes, then write its events to the journal and wake waiting consumers."""
         with self._lock:
             yield
-            self._write_down()
+            self._write_events()
             if is_news:
                 self._changed.notify_all()
 
-    def _write_down(self) -> None:
-        """Append what has changed to the journal; on a full disk it is kept, and written when there is room again."""
+    def _write_events(self) -> None:
+        """Append the ledger's events to the journal. If that fails, keep them for the next attempt."""
         if self._open_journal is None:
             self._ledger.events.clear()
             return
@@ -260,24 +267,24 @@ class LeasedBuffer(SampleBuffer):
                 self._journal = self._open_journal()
             self._journal.write(self._ledger.events)
         except StorageError as error:
-            if self._failure is None:
-                logger.error("the journal is behind, and training continues: %s", error)
-            self._failure = error
+            if self._journal_error is None:
+                logger.error("the journal is behind; training continues: %s", error)
+            self._journal_error = error
             return
         self._ledger.events.clear()
-        self._failure = None
+        self._journal_error = None
 
-    # Saved and restored
+    # Checkpoints
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What a checkpoint between two versions holds: the ledger as JSON, and the samples not trained on.
+        """Return the state for a checkpoint between two versions: the ledger as JSON, and the samples not trained on.
 
-        Raises StorageError while the journal is behind: it could end before the events that led to the checkpoint.
+        Raises StorageError while the journal lacks events, because a run could not be resumed from such a checkpoint.
         """
         with self._lock:
-            self._write_down()
-            if self._failure is not None:
-                raise StorageError(str(self._failure))
+            self._write_events()
+            if self._journal_error is not None:
+                raise StorageError(str(self._journal_error))
             num_events = 0
             if self._journal is not None:
                 self._journal.sync()
@@ -286,10 +293,12 @@ class LeasedBuffer(SampleBuffer):
             items = [item for group in groups for item in group]
             return {"ledger": self._ledger.state(), "events": num_events}, _pack(items)
 
-    def restore(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, is_other: bool = False) -> None:
-        """Continue from a `state` (`is_other`: that the journal does not lead to). Open leases are granted again."""
-        # A maker may have lived on with leases granted after the checkpoint, whose numbers will be granted again. So
-        # epochs begin above all of the checkpoint, at another distance than those of any other start from it.
+    def restore(
+        self, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, is_redistributed: bool = False
+    ) -> None:
+        """Continue from a `state`, with open leases returned. `is_redistributed`: from another number of trainers."""
+        # A maker may still hold leases granted after the checkpoint, whose numbers will be granted again. So epochs
+        # start above those of the checkpoint, by a random distance that differs between two restarts from it.
         known = max((work["epoch"] for work in state["ledger"]["works"]), default=0)
         first_epoch = known + (1 + secrets.randbits(30) << 20)
         with self._lock:
@@ -301,32 +310,33 @@ class LeasedBuffer(SampleBuffer):
             self._picked.extend(item for group in self._in_training.values() for item in group)
             self.num_made = self.num_sampled + self.num_items_waiting
             resume = {"resume": self._ledger.version, "events": state["events"], "first_epoch": first_epoch}
-            other = {"state": state["ledger"]} if is_other else {}
+            other = {"state": state["ledger"]} if is_redistributed else {}
             self._ledger.events = [resume | {"rules": dataclasses.asdict(self.rules)} | other]
 
     def take_over(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the `state`s of another number of trainers; what was not trained on is made again."""
+        """Continue from the `state`s of a different number of trainers. Groups not trained on are made again."""
         stream = self.rules.stream
         ledger = redistribute(self.rules, [state["ledger"] for state in states])
         events = states[stream]["events"] if stream < len(states) else None
-        self.restore({"ledger": ledger, "events": events}, _pack([]), is_other=True)
+        self.restore({"ledger": ledger, "events": events}, _pack([]), is_redistributed=True)
 
     def start_over(self) -> None:
-        """Begin the run again: what the journal holds is void, and what makers hold is refused."""
+        """Restart the run: the journal's events become void, and deliveries for older leases are refused."""
         self.restore({"ledger": Ledger(self.rules).state(), "events": 0}, _pack([]))
 
     def close(self) -> None:
-        """End its journal."""
+        """Write the remaining events and close the journal."""
         if self._journal is not None:
             with self._lock:
-                self._write_down()  # what a full disk did not take
+                self._write_events()  # events left after a failed write
             self._journal.close()
 
 
 def written_by(item: BufferItem) -> list[int]:
-    """Which weights wrote a sample: the version of its first token; then before which token it changed, and to what.
+    """Return the versions of a sample's tokens, run-length encoded.
 
-    Versions 3, 3 and 4 of its tokens are [3, 2, 4].
+    The list holds the version of the first token, then for each change the index of the token and its version. Token
+    versions 3, 3, 4 give [3, 2, 4].
     """
     versions = [] if item.policy_versions is None else item.policy_versions.tolist()
     pairs = enumerate(itertools.pairwise(versions), start=1)
@@ -334,7 +344,7 @@ def written_by(item: BufferItem) -> list[int]:
 
 
 def _pack(items: Sequence[BufferItem]) -> dict[str, Tensor]:
-    """Items and their leases as tensors for a file."""
+    """Return items and their leases as tensors for a file."""
     return {"lease": torch.tensor([item.lease for item in items], dtype=torch.long), **join_items(items)}
 
 

@@ -1,4 +1,4 @@
-"""Makers of experience: prompts in, scored samples out."""
+"""Experience makers: they generate responses to prompts and score them."""
 
 from coati.experience import Experience
 from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker

@@ -1,8 +1,8 @@
-"""The maker of a run: generate, score, penalise by KL, estimate advantages.
+"""The standard experience maker: generate, score, apply the KL penalty, estimate advantages.
 
-submit ──► write, write … ──► score ──► finish
-samples    the engine's       complete  rewards have come:
-           next tokens        groups    advantages
+start_samples ──► generate_tokens, … ──► score_complete ──► finalize
+submit to         the next tokens        complete groups    wait for rewards,
+the engine        of all samples                            estimate advantages
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from coati.config import AlgorithmSettings, RolloutSettings
 from coati.devices import device_errors_explained
 from coati.errors import ConfigError, DataError
 from coati.experience import Experience, Sample
-from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch, numbered
+from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch, with_ids
 from coati.experience_maker.scoring import (
     GapWatch,
     NoSignal,
@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 
 
 class NaiveExperienceMaker(ExperienceMaker):
-    """Makes experience: scores groups that are complete, in passes, while others are still written.
+    """Makes experience with continuous batching: scores complete groups while it generates the others.
 
-    Samples that cannot be trained on (a prompt that leaves no room, a reward that is not finite) are dropped with a
-    warning, with their whole group where samples of a prompt are compared. A group with a sample on which the reward
-    fails goes into quarantine, if the scorer's `max_quarantined` allows it.
+    Samples that cannot be trained on (no room for a response, a reward that is not finite) are dropped with a warning;
+    algorithms that compare the samples of a prompt drop the whole group. If the reward fails on a sample, its group is
+    quarantined, up to the scorer's `max_quarantined`.
 
-    `kl_coef`, `gamma` and `lam` are short for the settings of `algorithm` of the same name. Algorithms without a critic
-    take None for it, those without a KL penalty None for the initial model; the KL is then 0.
+    `kl_coef`, `gamma` and `lam` are shorthand for the settings of `algorithm` with these names. `critic` may be None
+    for algorithms without a critic, and `initial_model` may be None without a KL penalty; the KL is then 0.
     """
 
     def __init__(
@@ -72,29 +72,35 @@ class NaiveExperienceMaker(ExperienceMaker):
             "algorithm", kl_coef=("kl_coef", kl_coef, 0.1), gamma=("gamma", gamma, 1.0), lam=("lam", lam, 0.95)
         )
         if not self.algorithm.uses_critic:
-            critic = None  # it would only cost time
+            critic = None  # its values would not be used
         elif critic is None:
-            raise ConfigError("critic must be a model with this algorithm, got None. Pass one, or use e.g. 'grpo'.")
+            raise ConfigError(
+                "critic must be a model for this algorithm, got None. Pass a model, or use an algorithm without a "
+                "critic, such as 'grpo'."
+            )
         else:
             critic = as_critic(critic)
         if initial_model is None and self.algorithm.kl_coef:
-            raise ConfigError("initial_model must be a model while algorithm.kl_coef is above 0, got None. Pass one.")
+            raise ConfigError(
+                "initial_model must be a model if algorithm.kl_coef is above 0, got None. Pass a model, or set "
+                "algorithm.kl_coef = 0."
+            )
         if isinstance(reward_model, PreTrainedModel):
             reward_model = RewardModel(reward_model)
         super().__init__(actor, critic, reward_model, initial_model)
         self.seed = seed
         self.engine = make_engine(engine, actor) if isinstance(engine, str | RolloutSettings) else engine
-        """What writes the responses."""
+        """The engine that generates responses."""
         self.timeline = Timeline()
-        self._samples: dict[int, Sample] = {}  # by id, in the order in which they were submitted
-        self._units: dict[int, list[int]] = {}  # ids of the samples that are scored together
-        self._written: set[int] = set()  # units that are complete
-        self._num_without_signal = 0  # not yet reported
+        self._samples: dict[int, Sample] = {}  # by id, in the order of submission
+        self._units: dict[int, list[int]] = {}  # unit -> ids of its samples, which are scored together
+        self._complete: set[int] = set()  # complete units
+        self._num_without_signal = 0  # samples not yet reported
         self._gap_watch = GapWatch()
         self._next_sample_id = 0
         for model in (actor, critic, reward_model, initial_model):
             if isinstance(model, nn.Module):
-                model.eval()  # with dropout, log-probs could not be reproduced
+                model.eval()  # dropout would make log-probs irreproducible
 
     @torch.no_grad()
     def make_experience(
@@ -107,42 +113,43 @@ class NaiveExperienceMaker(ExperienceMaker):
         columns: Mapping[str, Sequence[Any]] | None = None,
         **generate_kwargs: Any,
     ) -> Experience:
-        """Write a response to each prompt and turn it into experience; AllSamplesDropped if none can be trained on.
+        """Generate a response to each prompt and score it.
 
-        `sample_ids` key the randomness (by default the order in which samples come); `columns` reach the reward.
+        `sample_ids` key the random draws (default: consecutive numbers). `columns` are passed to the reward. Raises
+        AllSamplesDropped if no sample can be trained on.
         """
         ids = {"attention_mask": attention_mask, "sample_ids": sample_ids, "group_ids": group_ids}
         samples = parse_prompts({"input_ids": input_ids, **ids, **(columns or {})})
         if sample_ids is None:
-            samples = numbered(samples, self._next_sample_id)
+            samples = with_ids(samples, self._next_sample_id)
             self._next_sample_id += len(samples)
-        self.submit(samples, **generate_kwargs)
-        while self.num_writing:
-            self.write()
-        batch = self.score()
-        if batch.dropped is not None:
-            raise batch.dropped
-        self.finish(batch)
+        self.start_samples(samples, **generate_kwargs)
+        while self.num_generating:
+            self.generate_tokens()
+        batch = self.score_complete()
+        if batch.drop_error is not None:
+            raise batch.drop_error
+        self.finalize(batch)
         assert batch.experience is not None
         return batch.experience
 
     @property
-    def num_written(self) -> int:
-        """Samples of complete units, which wait to be scored."""
-        return sum(len(self._units[unit]) for unit in self._written)
+    def num_complete(self) -> int:
+        """Number of samples in complete units, which are ready to be scored."""
+        return sum(len(self._units[unit]) for unit in self._complete)
 
     @property
-    def num_writing(self) -> int:
-        """Samples of units that are not complete."""
-        return len(self._samples) - self.num_written
+    def num_generating(self) -> int:
+        """Number of samples in units that are not complete."""
+        return len(self._samples) - self.num_complete
 
     @property
     def room(self) -> int:
-        """How many samples the engine can begin now."""
+        """Number of samples that the engine can start now."""
         return self.engine.room
 
-    def submit(self, samples: Sequence[Sample], **generate_kwargs: Any) -> None:
-        """Have a response written to each prompt that leaves room for one; units that are there are made again."""
+    def start_samples(self, samples: Sequence[Sample], **generate_kwargs: Any) -> None:
+        """Submit samples whose prompt leaves room for a response to the engine. Units already present start over."""
         tokenizer = getattr(self.reward_model, "tokenizer", None)
         options = GenerateOptions.parse(**generate_kwargs).with_tokenizer(tokenizer)
         if self.algorithm.uses_groups:
@@ -158,60 +165,60 @@ class NaiveExperienceMaker(ExperienceMaker):
         for sample in samples:
             self._samples[sample.id] = sample
             self._units.setdefault(sample.unit, []).append(sample.id)
-        self._written |= {sample.unit for sample in samples if self._is_written(sample.unit)}
+        self._complete |= {sample.unit for sample in samples if self._is_complete(sample.unit)}
         if short := [len(sample.tokens) for sample in samples if sample.limit < 1]:
             logger.warning(
-                "%d of %d prompts leave no room for a response (longest %d tokens; context %s, max_length %s); dropped",
+                "dropped %d of %d prompts: no room for a response (longest %d tokens; context %s, max_length %s)",
                 len(short), len(samples), max(short), context_length_of(unwrap(self.actor)), options.max_length,
             )  # fmt: skip
         if len(short) < len(samples):
-            with self._generating():  # an engine makes room for them
+            with self._generating():  # allocating memory may fail
                 self.engine.submit([sample for sample in samples if sample.limit > 0])
 
     @torch.no_grad()
-    def write(self) -> None:
-        """Write a few tokens of each response."""
+    def generate_tokens(self) -> None:
+        """Generate the next few tokens of each response."""
         with self._generating():
             self.engine.commit(self.policy_version)
             for sample in self.engine.advance():
                 self._samples[sample.id] = sample
-                if self._is_written(sample.unit):
-                    self._written.add(sample.unit)
+                if self._is_complete(sample.unit):
+                    self._complete.add(sample.unit)
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[None]:
-        """Explain errors of the device, and forget everything that is being written after any."""
+        """Explain device errors, and discard all units after any error."""
         try:
-            with device_errors_explained(f"generating {self.num_writing} responses", LESS_TO_MAKE):
+            with device_errors_explained(f"generating {self.num_generating} responses", LESS_TO_MAKE):
                 yield
         except BaseException:
             for unit in list(self._units):
                 self._forget(unit)
             raise
 
-    def _is_written(self, unit: int) -> bool:
+    def _is_complete(self, unit: int) -> bool:
         samples = (self._samples[one] for one in self._units[unit])
         return all(len(sample.response) or sample.limit < 1 for sample in samples)
 
     def _forget(self, unit: int) -> None:
-        if unit not in self._written:
+        if unit not in self._complete:
             self.engine.cancel(self._units[unit])
-        self._written.discard(unit)
+        self._complete.discard(unit)
         for one in self._units.pop(unit):
-            self._samples.pop(one, None)  # an engine refuses two of one id
+            self._samples.pop(one, None)  # ids in a unit may repeat, which engines refuse
 
     @torch.no_grad()
-    def score(self) -> MakerBatch:
-        """Score all complete units in one pass; reward functions are started and may still run."""
-        batch = MakerBatch([sample for sample in self._samples.values() if sample.unit in self._written])
-        for unit in list(self._written):
+    def score_complete(self) -> MakerBatch:
+        """Score all complete units in one pass. Reward functions may still be running when this returns."""
+        batch = MakerBatch([sample for sample in self._samples.values() if sample.unit in self._complete])
+        for unit in list(self._complete):
             self._forget(unit)
         written = [sample for sample in batch.samples if sample.limit > 0]
         for sample in batch.samples:
             sample.lost = "" if sample.limit > 0 else "no room for a response"
         if not written:
             count = len(batch.samples)
-            batch.dropped = AllSamplesDropped(
+            batch.drop_error = AllSamplesDropped(
                 f"{count} of {count} prompts leave no room for a response (context "
                 f"{context_length_of(unwrap(self.actor))}). Shorten the prompts or raise max_length."
             )
@@ -223,8 +230,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         return batch
 
     @torch.no_grad()
-    def finish(self, batch: MakerBatch) -> None:
-        """Wait for the scores, drop bad ones, estimate advantages."""
+    def finalize(self, batch: MakerBatch) -> None:
+        """Wait for the scores, drop samples without a finite one, and estimate advantages."""
         experience = batch.experience
         assert experience is not None
         if batch.scores is not None and not batch.is_ready:
@@ -240,23 +247,23 @@ class NaiveExperienceMaker(ExperienceMaker):
             experience.advantages, experience.returns = estimate_advantages(experience, self.algorithm)
 
     def _keep_signal(self, batch: MakerBatch, experience: Experience) -> Experience:
-        """Dynamic sampling: drop groups whose samples all score the same, and so have no advantage."""
+        """Apply dynamic sampling: drop groups whose samples all have the same score, so their advantages are 0."""
         assert experience.group_ids is not None
         teaches = has_signal(experience.reward, experience.group_ids)
         self._num_without_signal += int((~teaches).sum())
         experience = batch.keep(teaches, "all samples scored the same")
         if not bool(teaches.any()):
             raise NoSignal(
-                f"all {len(teaches)} samples of a batch scored the same as the others of their prompt, so dynamic "
-                "sampling dropped them. Use prompts that are neither too easy nor too hard, more samples of each, or "
-                "set algorithm.dynamic_sampling = false."
+                f"all {len(teaches)} samples of a batch scored the same as the other samples of their prompt, so "
+                "dynamic sampling dropped them. Use prompts that are neither too easy nor too hard, use more samples "
+                "per prompt, or set algorithm.dynamic_sampling = false."
             )
         return experience
 
     def _score(self, batch: MakerBatch, experience: Experience, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Run all forward passes, with reward functions in the background, and compute what follows from them.
+        """Run the forward passes, with reward functions in the background, and compute values and KL.
 
-        The engine drew the tokens by its log-probs, so they are the policy's, whatever a second pass would say.
+        The policy's log-probs are the engine's: the tokens were sampled with them, so no second pass is needed.
         """
         scorer = self.reward_model
         if not isinstance(scorer, RewardScorer):
@@ -271,16 +278,16 @@ class NaiveExperienceMaker(ExperienceMaker):
             if self.algorithm.kl_in == "loss":
                 experience.reference_log_probs = references.masked_fill(~mask, 0.0)
         batch.metrics |= self._gap_watch.measure(self.actor, experience, version=self.policy_version)
-        if not batch.scores.is_in_background:  # models score now: they are free only until the next batch begins
+        if not batch.scores.is_in_background:  # a reward model must run before the next batch uses the GPU
             batch.take_scores()
 
 
 def _check_groups(samples: Sequence[Sample]) -> None:
-    """Raise DataError unless every sample has another of its prompt to be compared with."""
+    """Raise DataError if any group has fewer than two samples, or if there are no groups."""
     sizes = list(Counter(sample.group for sample in samples if sample.group is not None).values())
     if not sizes or min(sizes) < 2:
-        came = f"{sizes.count(1)} of {len(sizes)} groups with only one" if sizes else "no group_ids"
+        came = f"{sizes.count(1)} of {len(sizes)} groups with only one sample" if sizes else "no group_ids"
         raise DataError(
-            "the algorithm compares the samples of a prompt, so a batch needs at least two of each, with the same "
-            f"number in group_ids, got {came}."
+            "this algorithm compares the samples of a prompt, so a batch needs at least two samples per prompt, with "
+            f"equal group_ids, got {came}."
         )

@@ -1,4 +1,4 @@
-"""Prompts in, experience out: which weights are used, when complete groups are scored, dropped samples, records."""
+"""From prompts to experience: choose the weights, decide when to score, and count and report the samples."""
 
 import contextlib
 import inspect
@@ -19,8 +19,8 @@ from coati.experience_maker.base import (
     AllSamplesDropped,
     ExperienceMaker,
     MakerBatch,
-    facts_of,
-    numbered,
+    sample_facts,
+    with_ids,
 )
 from coati.experience_maker.naive import NaiveExperienceMaker
 from coati.experience_maker.scoring import NoSignal
@@ -33,20 +33,20 @@ from coati.weights.served import ServedModels
 
 logger = logging.getLogger(__name__)
 
-# A run ends when so many batches' worth of samples are dropped in a row. Samples are counted, not batches:
-# replacements for dropped samples come in small parts, several of which may fail in a row by chance.
+# A run fails when this many batches' worth of samples are dropped in a row. The count is in samples, because
+# replacements for dropped samples come in small batches, several of which may fail in a row by chance.
 MAX_EMPTY_BATCHES = 5
 MIN_DROPPED_IN_A_ROW = 64
-# Complete groups are scored when they are this share of the most that was in work at a time, or after so many times of
-# writing on: a pass over few samples takes nearly as long as one over many, but trainers may wait for them.
-_SCORED_SHARE = 0.5
-_MAX_LATE = 16
-# Dynamic sampling drops by design, and for a long time at the start of a hard task.
+# Complete groups are scored when they reach this fraction of the largest number of samples in progress so far, or after
+# this many generation steps: a pass over few samples takes nearly as long as one over many, but trainers may wait.
+_SCORED_FRACTION = 0.5
+_MAX_STEPS_WAITED = 16
+# Dynamic sampling drops by design, and may drop everything for a long time at the start of a hard task.
 MAX_BATCHES_WITHOUT_SIGNAL = 100
 
 
 class ExperiencePipeline:
-    """A maker, and the models that it serves from."""
+    """Drives an experience maker: takes prompts, applies weight updates, scores complete groups, counts drops."""
 
     def __init__(
         self,
@@ -55,120 +55,126 @@ class ExperiencePipeline:
         *,
         generate_kwargs: dict[str, Any] | None = None,
         first_sample_id: int = 0,
-        in_flight: bool = False,
+        commit_between_tokens: bool = False,
         timeline: Timeline | None = None,
     ) -> None:
-        """Prompts that come without ids are numbered from `first_sample_id` on. With `in_flight`, new weights are taken
-        between two tokens, else when nothing is in work."""
+        """Prompts without ids are numbered from `first_sample_id`. Weight updates are committed between tokens with
+        `commit_between_tokens`, otherwise only when no sample is in progress."""
         self.timeline = maker.timeline = served.timeline = timeline or Timeline()
-        self.maker = maker
-        self.writer: NaiveExperienceMaker | None = maker if _can_stream(maker) else None
-        """The maker, if it begins samples while others are being written; else it makes whole batches."""
+        self.experience_maker = maker
+        self.continuous_maker: NaiveExperienceMaker | None = maker if _supports_continuous_batching(maker) else None
+        """The maker if it supports continuous batching; None if it makes whole batches."""
         self.served = served
         self.num_made = 0
         self.num_dropped = 0
         self.num_quarantined = 0
         self._generate_kwargs = dict(generate_kwargs or {})
         self._next_sample_id = first_sample_id
-        self._whole: list[Sample] = []  # the batch that a maker without a stream is to make
-        self._in_flight = in_flight
-        self._use = contextlib.ExitStack()
-        self._is_using = False  # whether the models must not change
-        self._most_in_work = 1  # samples, at any time
+        self._next_batch: list[Sample] = []  # the next batch for a maker of whole batches
+        self._commit_between_tokens = commit_between_tokens
+        self._model_use = contextlib.ExitStack()
+        self._uses_models = False  # whether the models are in use, so no update may be committed
+        self._max_in_progress = 1  # largest number of samples in progress at once
         self._last_scored: MakerBatch | None = None
-        self._num_late = 0  # calls of `advance` since some groups were complete
+        self._num_steps_waited = 0  # calls of `generate_and_score` since the first unscored group completed
         self._num_dropped_in_a_row = 0
-        self._num_faults_in_a_row = 0  # of those, without dynamic sampling's
+        self._num_faults_in_a_row = 0  # of those, not dropped by dynamic sampling
         self._quarantined_groups: set[int] = set()
         self._reported: dict[str, int] = {}
 
     @property
-    def num_in_work(self) -> int:
-        """Samples that were submitted and have not come out of `advance`."""
-        return len(self._whole) if self.writer is None else self.writer.num_writing + self.writer.num_written
+    def num_in_progress(self) -> int:
+        """Number of samples that were added and not yet returned by `generate_and_score`."""
+        maker = self.continuous_maker
+        return len(self._next_batch) if maker is None else maker.num_generating + maker.num_complete
 
     @property
-    def takes_more(self) -> bool:
-        """Whether samples may be submitted beside those in work: not if these keep new weights waiting."""
-        return self._in_flight or not (self.num_in_work and self.served.has_pending)
+    def accepts_samples(self) -> bool:
+        """Whether more samples may be added now. False while a weight update waits for the samples in progress."""
+        return self._commit_between_tokens or not (self.num_in_progress and self.served.has_pending)
 
-    def submit(self, samples: list[Sample]) -> None:
-        """Take prompts in."""
+    def add_samples(self, samples: list[Sample]) -> None:
+        """Add samples to generate responses for."""
         if samples[0].id == UNKNOWN_ID:
-            samples = numbered(samples, self._next_sample_id)
+            samples = with_ids(samples, self._next_sample_id)
             self._next_sample_id += len(samples)
-        if self.writer is None:
-            assert not self._whole
-            self._whole = samples
-        else:  # an engine may move weights to other memory; no update may come in the middle
-            with contextlib.nullcontext() if self._is_using else self.served.use():
-                self.writer.submit(samples, **self._generate_kwargs)
-        self._most_in_work = max(self._most_in_work, self.num_in_work)
+        if self.continuous_maker is None:
+            assert not self._next_batch
+            self._next_batch = samples
+        else:  # an engine may move the weights in memory; no update may be committed meanwhile
+            with contextlib.nullcontext() if self._uses_models else self.served.use():
+                self.continuous_maker.start_samples(samples, **self._generate_kwargs)
+        self._max_in_progress = max(self._max_in_progress, self.num_in_progress)
 
-    def advance(self, *, in_batches: bool = False) -> MakerBatch | None:
-        """Go on with what was submitted; returns what was scored, if that was done (`in_batches`: when all is written).
+    def generate_and_score(self, *, in_batches: bool = False) -> MakerBatch | None:
+        """Generate the next tokens. Score complete groups if it is time to, and return them as a batch.
 
-        With `in_flight` the models take new weights when no complete group waits, else when nothing is in work.
+        With `in_batches`, everything is scored at once when all responses are complete. With `commit_between_tokens`, a
+        weight update is committed here if no complete group waits for scoring, otherwise only when none is in progress.
         """
-        maker, writer = self.maker, self.writer
+        maker, continuous = self.experience_maker, self.continuous_maker
         try:
-            if not self._is_using:
-                maker.policy_version = self._use.enter_context(self.served.use())
-                self._is_using = True
-            elif self._in_flight and writer is not None and not writer.num_written:
+            if not self._uses_models:
+                maker.policy_version = self._model_use.enter_context(self.served.use())
+                self._uses_models = True
+            elif self._commit_between_tokens and continuous is not None and not continuous.num_complete:
                 maker.policy_version = self.served.commit_point()
             faults.reach("maker.generating")
             batch = None
-            with device_errors_explained(f"making {self.num_in_work} samples", LESS_TO_MAKE):
-                if writer is None:
-                    samples, self._whole = self._whole, []
+            with device_errors_explained(f"making {self.num_in_progress} samples", LESS_TO_MAKE):
+                if continuous is None:
+                    samples, self._next_batch = self._next_batch, []
                     batch = make_whole_batch(maker, samples, self._generate_kwargs)
                 else:
-                    if writer.num_writing:
-                        writer.write()
-                    if writer.num_written and self._is_due(writer, in_batches=in_batches):
-                        batch, self._num_late = writer.score(), 0
+                    if continuous.num_generating:
+                        continuous.generate_tokens()
+                    if continuous.num_complete and self._is_due(continuous, in_batches=in_batches):
+                        batch, self._num_steps_waited = continuous.score_complete(), 0
                         self._last_scored = batch
             if batch is not None:
                 batch.version, batch.incarnation = maker.policy_version, self.served.incarnation
         except BaseException:
             self._release()
             raise
-        if not self.num_in_work:
+        if not self.num_in_progress:
             self._release()
         return batch
 
-    def _is_due(self, writer: NaiveExperienceMaker, *, in_batches: bool) -> bool:
-        """Whether what is written is scored now."""
-        num_writing, num_written = writer.num_writing, writer.num_written
-        if in_batches or not num_writing:
-            return not num_writing
-        self._num_late += 1
-        is_enough = num_written >= _SCORED_SHARE * self._most_in_work or self._num_late >= _MAX_LATE
-        # Slow rewards are asked for as much as possible at a time.
+    def _is_due(self, continuous: NaiveExperienceMaker, *, in_batches: bool) -> bool:
+        """Whether to score the complete groups now."""
+        num_generating, num_complete = continuous.num_generating, continuous.num_complete
+        if in_batches or not num_generating:
+            return not num_generating
+        self._num_steps_waited += 1
+        is_overdue = self._num_steps_waited >= _MAX_STEPS_WAITED
+        is_enough = num_complete >= _SCORED_FRACTION * self._max_in_progress or is_overdue
+        # While a reward function is still busy with the last batch, collect more groups for the next one.
         is_free = self._last_scored is None or self._last_scored.is_ready
-        return (is_enough and is_free) or (self._in_flight and self.served.has_pending)
+        return (is_enough and is_free) or (self._commit_between_tokens and self.served.has_pending)
 
     def _release(self) -> None:
-        """Let weights be changed."""
-        self._is_using = False
-        self._use.close()
+        """Stop using the models, so updates can be committed."""
+        self._uses_models = False
+        self._model_use.close()
 
-    def begin(self, samples: list[Sample]) -> MakerBatch:
-        """Write responses, with nothing beside them, and do all else that needs the models."""
-        self.submit(samples)
-        while (batch := self.advance(in_batches=True)) is None:
+    def make_batch(self, samples: list[Sample]) -> MakerBatch:
+        """Generate and score one batch alone. Its rewards may still be running when this returns."""
+        self.add_samples(samples)
+        while (batch := self.generate_and_score(in_batches=True)) is None:
             pass
         return batch
 
-    def finish(self, batch: MakerBatch) -> Experience | None:
-        """Complete a batch, the oldest first; waits for its rewards and needs no model. None if all was dropped."""
+    def complete_batch(self, batch: MakerBatch) -> Experience | None:
+        """Wait for the rewards of a batch and return its experience; None if all samples were dropped.
+
+        Call it for the oldest batch first. It runs no model.
+        """
         try:
-            if batch.dropped is None and self.writer is not None:
-                self.writer.finish(batch)
+            if batch.drop_error is None and self.continuous_maker is not None:
+                self.continuous_maker.finalize(batch)
         except AllSamplesDropped as error:
-            batch.dropped = error
-        if batch.dropped is not None:
+            batch.drop_error = error
+        if batch.drop_error is not None:
             batch.experience = None
         self._note_drops(batch)
         num_made = 0 if batch.experience is None else batch.experience.num_samples
@@ -176,38 +182,40 @@ class ExperiencePipeline:
         num_dropped = len(batch.samples) - num_made - len(quarantined)
         if num_dropped < 0:
             raise DataError(
-                f"{type(self.maker).__name__} made {num_made} samples of {len(batch.samples)} prompts. Return at most "
-                "one for each; several samples of a prompt are several rows of the batch (rollout.samples_per_prompt)."
+                f"{type(self.experience_maker).__name__}.make_experience returned {num_made} samples for "
+                f"{len(batch.samples)} prompts. Return at most one sample per row of the batch. To sample a prompt "
+                "several times, set rollout.samples_per_prompt, which repeats it in the batch."
             )
         self.num_made += num_made
         self.num_dropped += num_dropped
         self.num_quarantined += len(quarantined)
         self._quarantined_groups |= {*quarantined}
-        if batch.quarantined and len(self._quarantined_groups) > (limit := self.maker.reward_model.max_quarantined):
+        num_groups = len(self._quarantined_groups)
+        if batch.quarantined and num_groups > (limit := self.experience_maker.reward_model.max_quarantined):
             raise RewardError(
-                f"the reward failed on {counted(len(self._quarantined_groups), 'group')} of this maker, more than "
-                f"reward.max_quarantined ({limit}). quarantine.jsonl has them. The last: "
+                f"the reward failed on {counted(num_groups, 'group')} of this maker, more than "
+                f"reward.max_quarantined ({limit}). They are listed in quarantine.jsonl. The last: "
                 f"{batch.quarantined[-1]['error']}"
             )
         return batch.experience
 
     def _note_drops(self, batch: MakerBatch) -> None:
-        """Raise DataError when batch after batch came to nothing: waiting will not mend that."""
-        if (error := batch.dropped) is None:
+        """Count dropped batches; raise DataError after too many in a row."""
+        if (error := batch.drop_error) is None:
             self._num_dropped_in_a_row = self._num_faults_in_a_row = 0
             return
-        num_samples = sum(not sample.is_quarantined for sample in batch.samples)  # those have a limit of their own
-        is_by_design = isinstance(error, NoSignal)  # then its rewards were valid, so an earlier fault is over
+        num_samples = sum(not sample.is_quarantined for sample in batch.samples)  # quarantine has its own limit
+        is_by_design = isinstance(error, NoSignal)  # valid rewards, so an earlier fault is over
         self._num_dropped_in_a_row += num_samples
         self._num_faults_in_a_row = 0 if is_by_design else self._num_faults_in_a_row + num_samples
         logger.log(logging.DEBUG if is_by_design else logging.WARNING, "a whole batch was dropped: %s", error)
         limits = {MAX_EMPTY_BATCHES: self._num_faults_in_a_row, MAX_BATCHES_WITHOUT_SIGNAL: self._num_dropped_in_a_row}
         for max_batches, count in limits.items():
-            if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * self._most_in_work):
+            if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * self._max_in_progress):
                 raise DataError(f"{count} samples in a row had to be dropped. The last: {error}") from error
 
     def record(self, batch: MakerBatch, *, samples_kept: int, num_skipped: int = 0) -> dict[str, Any]:
-        """What to report of a finished batch: version, typed metrics, and a few samples as text."""
+        """Return the report of a finished batch: version, typed metrics, and `samples_kept` samples as text."""
         experience = batch.experience
         assert experience is not None
         before = self._reported
@@ -218,16 +226,16 @@ class ExperiencePipeline:
         }
         use = self.timeline.take()
         make_seconds = max(1e-9, use.spent("generate", "score", "wait_rewards"))
-        num_samples, scorer = experience.num_samples, self.maker.reward_model
+        num_samples, scorer = experience.num_samples, self.experience_maker.reward_model
         texts = sample_texts(experience, scorer.tokenizer, samples_kept) if isinstance(scorer, RewardScorer) else []
         by_id = {sample.id: sample for sample in batch.samples}
         for text in texts:
-            text |= facts_of(by_id[text["sample_id"]]) if text["sample_id"] in by_id else {"columns": {}}
+            text |= sample_facts(by_id[text["sample_id"]]) if text["sample_id"] in by_id else {"columns": {}}
         return {
             "version": batch.version,
             "incarnation": batch.incarnation,
             "metrics": {
-                **batch_metrics(experience, has_reference=self.maker.initial_model is not None),
+                **batch_metrics(experience, has_reference=self.experience_maker.initial_model is not None),
                 "maker/samples_per_second": Mean(num_samples / make_seconds, float(num_samples)),
                 **{name: Sum(float(count - before.get(name, 0))) for name, count in self._reported.items()},
                 "weights/commit_seconds": Max(self.served.last_commit_seconds),
@@ -240,7 +248,7 @@ class ExperiencePipeline:
 
 @torch.no_grad()
 def make_whole_batch(maker: ExperienceMaker, samples: list[Sample], generate_kwargs: dict[str, Any]) -> MakerBatch:
-    """Have a maker make a batch at once; fills in versions, and ids if there is one sample for each prompt."""
+    """Call `make_experience` for a whole batch, and fill in missing versions, and ids if no sample is missing."""
     ids = {"sample_ids": torch.tensor([sample.id for sample in samples]), "group_ids": group_ids_of(samples)}
     known: dict[str, Any] = {**ids, "columns": columns_of(samples)}
     declared = _declared_keywords(type(maker))
@@ -251,7 +259,7 @@ def make_whole_batch(maker: ExperienceMaker, samples: list[Sample], generate_kwa
     try:
         experience = maker.make_experience(input_ids, attention_mask, **known, **generate_kwargs)
     except AllSamplesDropped as error:
-        return MakerBatch(samples, dropped=error)
+        return MakerBatch(samples, drop_error=error)
     if experience.num_samples == len(samples):
         for name, value in ids.items():
             if getattr(experience, name) is None:
@@ -262,14 +270,19 @@ def make_whole_batch(maker: ExperienceMaker, samples: list[Sample], generate_kwa
     return MakerBatch(samples, experience)
 
 
-def _can_stream(maker: ExperienceMaker) -> TypeGuard[NaiveExperienceMaker]:
-    """Whether its class, or the nearest above it, has `submit`, and not only a `make_experience` of its own."""
-    first = next(vars(owner) for owner in type(maker).__mro__ if {"submit", "make_experience"} & vars(owner).keys())
-    return "submit" in first
+def _supports_continuous_batching(maker: ExperienceMaker) -> TypeGuard[NaiveExperienceMaker]:
+    """Whether the maker supports continuous batching.
+
+    False if the most derived class that defines `start_samples` or `make_experience` defines only `make_experience`.
+    """
+    first = next(
+        vars(owner) for owner in type(maker).__mro__ if {"start_samples", "make_experience"} & vars(owner).keys()
+    )
+    return "start_samples" in first
 
 
 def _declared_keywords(maker_class: type) -> set[str]:
-    """Return what `make_experience` takes by name; one that passes **kwargs on takes what the one it overrides does."""
+    """Return the argument names of `make_experience`, and with **kwargs those of the method that it overrides."""
     names: set[str] = set()
     for owner in maker_class.__mro__:
         if (method := vars(owner).get("make_experience")) is not None:

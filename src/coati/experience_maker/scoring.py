@@ -1,4 +1,4 @@
-"""From a rollout to advantages: reference and critic, the check of the engine, what is dropped, and the estimates."""
+"""From a rollout to advantages: reference log-probs, values, a check of the engine's log-probs, drops, advantages."""
 
 import logging
 from typing import Any
@@ -26,7 +26,7 @@ from coati.monitor.metrics import Max, Mean, Metric
 
 logger = logging.getLogger(__name__)
 
-# Rows of each version whose log-probs are recomputed, and the mean gap that rounding cannot explain.
+# Number of rows per version whose log-probs are recomputed, and the largest mean gap that rounding can explain.
 _PROBED_ROWS = 2
 _EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
 
@@ -42,8 +42,10 @@ def score_with_models(
     *,
     max_tokens: int = SCORED_TOKENS,
 ) -> tuple[Tensor | None, Tensor]:
-    """Reference log-probs, None without an initial model, and values, [B, A] each, 0 without a critic; in passes of
-    `max_tokens`."""
+    """Return reference log-probs and values, [B, A] each, computed in passes of at most `max_tokens` tokens.
+
+    The log-probs are None without an initial model; the values are 0 without a critic.
+    """
     num_actions, first = action_mask.shape[1], critic if initial_model is None else initial_model
     if first is None:
         return None, torch.zeros_like(action_mask, dtype=torch.float32)
@@ -62,16 +64,18 @@ def score_with_models(
 
 
 class GapWatch:
-    """Recomputes a few rows of each version, and warns once if the engine's log-probs are off by more than rounding."""
+    """Compares the engine's log-probs with recomputed ones, and warns once if the gap exceeds rounding error."""
 
     def __init__(self) -> None:
         self._has_warned = False
-        self._measured = -1  # the last version that was
+        self._measured = -1  # the last version that was measured
 
     @torch.no_grad()
     def measure(self, actor: nn.Module, experience: Experience, *, version: int) -> dict[str, Metric]:
-        """The gap as metrics, once for each version; none where older weights wrote some of the tokens, which no
-        single pass can recompute."""
+        """Return metrics of the gap, once per version.
+
+        Rows that contain tokens of older weights are left out, because one pass cannot recompute them.
+        """
         if version == self._measured:
             return {}
         sequences, attention_mask, mask = experience.tokens_and_masks()
@@ -91,8 +95,8 @@ class GapWatch:
         if not mean <= limit and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "the engine's log-probs are %.3g from the learner's on average, more than %s arithmetic explains "
-                '(%g): the data is more off-policy than its age says. Try rollout.engine = "reference".',
+                "the engine's log-probs differ from the learner's by %.3g on average, more than %s rounding explains "
+                '(%g), so the data is more off-policy than its age suggests. Try rollout.engine = "reference".',
                 mean,
                 str(dtype).removeprefix("torch."),
                 limit,
@@ -104,13 +108,13 @@ class GapWatch:
 
 
 class NoSignal(AllSamplesDropped):
-    """Dynamic sampling left nothing: in each group of the batch all samples scored the same."""
+    """Dynamic sampling dropped the whole batch: in every group, all samples have the same score."""
 
 
 def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
-    """Keep the samples that have a score and finite numbers: one that has not would poison a whole training batch.
+    """Drop samples with a missing or non-finite number, which would spoil a whole training batch; return the others.
 
-    Where samples are compared all of a group must have them: an advantage among the rest would be a different one.
+    If the algorithm compares samples, the whole group is dropped, because its advantages would be biased.
     """
     experience = batch.experience
     assert experience is not None
@@ -123,10 +127,10 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
     is_bad = torch.stack(list(bad.values())).any(dim=0)
     if not bool(is_bad.any()):
         return experience
-    samples = batch.left()
+    samples = batch.kept_samples()
     for name, rows in bad.items():
         for row in rows.nonzero().flatten().tolist():
-            samples[row].lost = samples[row].lost or f"no finite {name}"  # the reward knows more of it
+            samples[row].lost = samples[row].lost or f"no finite {name}"  # the reward's own reason says more
     bad_units = {sample.unit for sample in samples if sample.lost}
     failed_units = {sample.unit for sample in samples if sample.is_quarantined}
     lost: dict[str, list[int]] = {}
@@ -146,7 +150,7 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
     if not bool(is_good.any()):
         remedy = "The learning rates (train.actor_lr, train.critic_lr) may be too high, or the models' weights damaged."
         if bool(bad["reward"].any()):
-            remedy = "Have the reward return a finite number for each sample, 0.0 where it does not apply."
+            remedy = "Return a finite number for each sample, 0.0 if the reward does not apply to it."
         raise AllSamplesDropped(f"{message}, so none is left. {remedy}")
     num_lost = int((~is_good).sum())
     others = f", and with them their groups: {counted(num_lost, 'sample')}" if num_lost > int(is_bad.sum()) else ""
@@ -157,7 +161,7 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
 
 
 def estimate_advantages(experience: Experience, algorithm: AlgorithmSettings) -> tuple[Tensor, Tensor | None]:
-    """Advantages `[B, A]`, not whitened, zeros on padding, and the critic's targets if they are not those + values."""
+    """Return advantages, [B, A], not whitened and 0 on padding, and the critic's targets; None: advantages + values."""
     kind, kl_coef = algorithm.advantages, algorithm.kl_reward_coef
     scores, kl, mask, group_ids = experience.reward, experience.kl, experience.full_action_mask(), experience.group_ids
     if kind in ("gae", "returns", "returns_above_group"):
@@ -171,9 +175,9 @@ def estimate_advantages(experience: Experience, algorithm: AlgorithmSettings) ->
             return advantages, gae(rewards, values, mask, gamma=gamma, lam=algorithm.critic_lam) + values
         compared = group_ids if kind == "returns_above_group" else None
         return reinforce_returns(rewards, mask, gamma=algorithm.gamma, group_ids=compared), None
-    # The estimate may overflow to inf even where there is no penalty, and 0 * inf is nan.
+    # Skip the KL if its coefficient is 0: the estimate may overflow to inf, and 0 * inf is nan.
     totals = scores - kl_coef * zero_padding(kl, mask, name="kl").sum(-1) if kl_coef else scores
-    assert group_ids is not None  # which `NaiveExperienceMaker.submit` checks
+    assert group_ids is not None  # checked by `NaiveExperienceMaker.start_samples`
     if kind == "leave_one_out":
         return spread(rloo_advantages(totals, group_ids), mask), None
     divide_by: Any = {"group_normalized": "deviation", "group_over_mean": "mean"}.get(kind, "nothing")

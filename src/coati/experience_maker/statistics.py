@@ -1,4 +1,4 @@
-"""What a maker reports of a batch: typed metrics, and a few samples as text."""
+"""What a maker reports about a batch: typed metrics, and a few samples as text."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ from coati.rewards.base import decode_completions, decode_prompts
 
 
 def batch_metrics(experience: Experience, *, has_reference: bool = True) -> dict[str, Metric]:
-    """Rewards, KL and lengths. A response that ends with its first token, and was not cut there, is empty."""
+    """Return metrics of rewards, KL and lengths. A response of at most one token that was not cut counts as empty."""
     mask = experience.full_action_mask()
     lengths = mask.sum(dim=1)
     num_samples = float(experience.num_samples)
@@ -47,9 +47,9 @@ def batch_metrics(experience: Experience, *, has_reference: bool = True) -> dict
 
 
 def reward_metrics(scores: PendingScores) -> dict[str, Metric]:
-    """How often a reward was asked again, and the mean score of each term of a sum, under names that metrics may have.
+    """Return the number of reward retries, and the mean score of each term of a sum of rewards.
 
-    A term that scored no sample has no mean.
+    Terms without a finite score have no mean. Metric names allow only lower-case letters, digits and underscores.
     """
     metrics: dict[str, Metric] = {"reward/retries": Sum(float(scores.num_retries))}
     for term, values in scores.terms.items():
@@ -60,7 +60,7 @@ def reward_metrics(scores: PendingScores) -> dict[str, Metric]:
 
 
 def sample_texts(experience: Experience, tokenizer: Any, count: int) -> list[dict[str, Any]]:
-    """`count` samples as text, with rewards and ids, spread over the batch: those of one prompt are neighbours."""
+    """Return `count` samples as text, with rewards and ids, spread over the batch: samples of a prompt are adjacent."""
     count = min(count, experience.num_samples)
     rows = [index * experience.num_samples // count for index in range(count)]
     tokens = tuple(tensor[rows] for tensor in experience.tokens_and_masks())

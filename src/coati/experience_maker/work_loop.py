@@ -1,15 +1,16 @@
-"""What a maker does with its work: keep the engine full, deliver groups as they are scored.
+"""A maker's main loop: keep the engine full, and deliver groups once they are scored.
 
-    prompts     │ leases for the free places ·│ leases …
-    models      │ write, write, score, write, write, write, score …
+    prompts     │ leases for free slots ·│ leases …
+    models      │ token, token, score, token, token, token, score …
     rewards              │ functions ·│              │ functions …
     delivery                          │ some groups
 
-Complete groups are scored in passes, and delivered between two tokens when their rewards have come and trainers have
-room, in the order in which they were scored. No more waits for rewards than is worked on at a time. Makers that only
-have `make_experience`, and data loaders, work by whole batches: the next is begun when the last one is scored.
+Complete groups are scored in passes. They are delivered between tokens, in the order in which they were scored, when
+their rewards are ready and trainers have room. At most `source.capacity` samples wait for rewards before no more
+prompts are requested. Makers that only have `make_experience`, and data loaders, work on whole batches: the next batch
+starts when the last one is scored.
 
-Prompts are drawn when they can be begun, on one background thread: a lease held meanwhile could not go to a quicker
+Prompts are requested on a background thread, and only when they can start: a lease held idle could not go to a faster
 maker.
 """
 
@@ -32,17 +33,17 @@ from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_source import WorkSource
 from coati.peers import wait_in_slices
 
-# Between two checks for rewards, while the loop waits for something else.
+# Polling interval for rewards while the loop waits for something else.
 _POLL_SECONDS: Final = 0.02
-# Between two checks for a stop, while the loop waits for prompts and nothing is pending.
+# Polling interval for a stop while the loop waits for prompts and nothing is pending.
 _SLICE_SECONDS: Final = 0.5
-# The part of all places that is free before prompts are asked for: many small requests and prefills would cost more.
-_ASKED_SHARE: Final = 1 / 8
+# Fraction of all slots that must be free before the loop requests prompts. Small requests and prefills are inefficient.
+_MIN_FREE_FRACTION: Final = 1 / 8
 
 
 @dataclasses.dataclass(eq=False)
 class WorkLoop:
-    """Makes experience from the prompts of a source, and sends it to trainers."""
+    """Makes experience from the prompts of a source and sends it to the trainers."""
 
     pipeline: ExperiencePipeline
     source: WorkSource
@@ -51,34 +52,34 @@ class WorkLoop:
     deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
     notify: Callable[..., None] = lambda *_: None
-    """Calls hooks of callbacks, those of one batch after those of the batch before."""
-    record: Callable[[dict[str, Any]], None] = lambda _: None  # takes what each batch reports
+    """Calls a hook of the callbacks. The hooks of two batches never interleave."""
+    record: Callable[[dict[str, Any]], None] = lambda _: None  # receives the report of each batch
     samples_kept: int = 0
     offload_to_cpu: bool = True
 
     def __post_init__(self) -> None:
-        # The maker, where samples are begun while others are being written.
-        self._writer = self.pipeline.writer if self.source.capacity > 0 else None
-        self._pending: deque[MakerBatch] = deque()  # scored, the oldest first
-        self._has_started = False  # whether the hooks of a batch have been called
-        self._drawn: Future[Any] | None = None  # the next work
-        self._has_more = True  # whether the source may have some
+        # The maker if it batches continuously, None if it works on whole batches.
+        self._continuous_maker = self.pipeline.continuous_maker if self.source.capacity > 0 else None
+        self._pending: deque[MakerBatch] = deque()  # scored batches, oldest first
+        self._hooks_started = False  # whether the start hooks of the current batch have been called
+        self._requested: Future[Any] | None = None  # the next work
+        self._has_more = True  # whether the source may have more work
 
     def run(self) -> None:
-        """Work on what the source has until it ends or a stop comes; deliver all that is made."""
+        """Work until the source ends or a stop is requested, and deliver everything that was made."""
         thread = BackgroundThread(name="prompts")
         try:
-            while self._begin_stretch(thread):
+            while self._wait_until_busy(thread):
                 with self.pipeline.timeline.span("generate"):
-                    while self.pipeline.num_in_work:
-                        self._advance()
-                        self._ask(thread)
-                        self._take_drawn()
+                    while self.pipeline.num_in_progress:
+                        self._generate_and_deliver()
+                        self._request_work(thread)
+                        self._start_work()
         except Exception as error:
             try:
-                self._finish_pending()  # it was made before what went wrong
+                self._finish_pending()  # these batches were scored before the error
             except Exception as later:
-                error.add_note(f"Then what was made before could not be delivered: {type(later).__name__}: {later}")
+                error.add_note(f"Delivering the batches scored before it also failed: {type(later).__name__}: {later}")
             raise
         else:
             self._finish_pending()
@@ -86,62 +87,63 @@ class WorkLoop:
             thread.close()
 
     def take_turn(self) -> bool:
-        """Do the next work alone, and deliver it, while the trainer waits; False if there is none now."""
+        """Do the next work from start to delivery while the trainer waits. Return False if there is none now."""
         work = self.source.poll(self.source.capacity)
         if isinstance(work, list):
             self._start_hooks()
             with self.pipeline.timeline.span("generate"):
-                self._pending.append(self.pipeline.begin(work))
+                self._pending.append(self.pipeline.make_batch(work))
             self._finish_pending()
             self.sender.flush()
         elif work is not None:
             work.run(self.pipeline)
         return work is not None
 
-    def _begin_stretch(self, thread: BackgroundThread) -> bool:
-        """Wait until something is in work; False at the end."""
-        while not self.pipeline.num_in_work:
+    def _wait_until_busy(self, thread: BackgroundThread) -> bool:
+        """Wait until samples are in progress. Return False at the end of the source or after a stop."""
+        while not self.pipeline.num_in_progress:
             while self._pending and self._pending[0].is_ready:
                 self._finish(self._pending.popleft())
-            self._ask(thread)
+            self._request_work(thread)
             if not self._has_more:
                 return False
-            if self._drawn is None:  # too much is pending
+            if self._requested is None:  # too many batches are pending
                 self._finish(self._pending.popleft())
-            elif self._await_drawn(self._drawn):
-                self._take_drawn()
+            elif self._await_work(self._requested):
+                self._start_work()
         return True
 
-    def _ask(self, thread: BackgroundThread) -> None:
-        """Have the next work drawn if there is room for it; nothing more after a stop."""
+    def _request_work(self, thread: BackgroundThread) -> None:
+        """Request the next work if there is room for it. After a stop, request no more."""
         if self.stop.is_set():
             self._has_more = False
-        elif self._drawn is None and self._has_more and (room := self._room()) is not None:
-            self._drawn = thread.run(lambda: self.source.draw(room))
+        elif self._requested is None and self._has_more and (room := self._room()) is not None:
+            self._requested = thread.run(lambda: self.source.wait_for_work(room))
 
     def _room(self) -> int | None:
-        """Samples that there is room for; None if there is too little to ask for more work."""
+        """Return the number of samples that there is room for; None if it is too small for a request."""
         source, pipeline = self.source, self.pipeline
-        num_in_work, num_pending = pipeline.num_in_work, sum(len(batch.samples) for batch in self._pending)
-        if self._writer is None:
-            return source.capacity if not num_in_work and len(self._pending) < 2 else None
-        room = min(source.capacity - num_in_work, self._writer.room)
-        is_enough = room >= max(source.least, _ASKED_SHARE * (num_in_work + room)) or not num_in_work
-        return room if is_enough and num_pending <= source.capacity and pipeline.takes_more else None
+        num_in_progress, num_pending = pipeline.num_in_progress, sum(len(batch.samples) for batch in self._pending)
+        if self._continuous_maker is None:
+            return source.capacity if not num_in_progress and len(self._pending) < 2 else None
+        room = min(source.capacity - num_in_progress, self._continuous_maker.room)
+        min_room = max(source.min_samples, _MIN_FREE_FRACTION * (num_in_progress + room))
+        is_enough = room >= min_room or not num_in_progress
+        return room if is_enough and num_pending <= source.capacity and pipeline.accepts_samples else None
 
-    def _await_drawn(self, drawn: "Future[Any]") -> bool:
-        """Wait for work that is being drawn; False if a stop comes first."""
+    def _await_work(self, requested: "Future[Any]") -> bool:
+        """Wait for requested work, and finish batches meanwhile. Return False if a stop comes first."""
         last_delivery = 0.0
 
         def attempt(seconds: float) -> bool:
             nonlocal last_delivery
-            wait([drawn], timeout=min(seconds, _POLL_SECONDS if self._pending else _SLICE_SECONDS))
-            self.sender.collect()  # there may be no leases before what was sent has come
+            wait([requested], timeout=min(seconds, _POLL_SECONDS if self._pending else _SLICE_SECONDS))
+            self.sender.collect()  # trainers may grant no leases before lost sends are retried
             if self._pending:
-                if self._pending[0].is_ready and not drawn.done():  # else the models work first
+                if self._pending[0].is_ready and not requested.done():  # otherwise start the new work first
                     self._finish(self._pending.popleft())
                 last_delivery = time.monotonic()
-            return drawn.done() or self.stop.is_set()
+            return requested.done() or self.stop.is_set()
 
         with self.pipeline.timeline.span(self.source.wait_name):
             wait_in_slices(
@@ -150,32 +152,32 @@ class WorkLoop:
                 what=lambda: f"{self.source.awaited} (deadlines.batch_seconds)",
                 last_progress=lambda: max(last_delivery, self.source.last_answer),
             )
-        return drawn.done()
+        return requested.done()
 
-    def _take_drawn(self) -> None:
-        """Begin what was drawn, if it is there."""
-        if self._drawn is None or not self._drawn.done() or self.stop.is_set():
+    def _start_work(self) -> None:
+        """Start the requested work if it has arrived."""
+        if self._requested is None or not self._requested.done() or self.stop.is_set():
             return
-        drawn, self._drawn = self._drawn, None
-        work = drawn.result()
+        requested, self._requested = self._requested, None
+        work = requested.result()
         if work is None:
             self._has_more = False
         elif isinstance(work, list):
-            if not self._pending and not self.pipeline.num_in_work:
+            if not self._pending and not self.pipeline.num_in_progress:
                 self._start_hooks()
-            self.pipeline.submit(work)
+            self.pipeline.add_samples(work)
         else:
-            while self.pipeline.num_in_work:
-                self._advance()
+            while self.pipeline.num_in_progress:
+                self._generate_and_deliver()
             self._finish_pending()
-            # This may take long, and others may wait for what became of these leases.
+            # This work may take long, and trainers may be waiting for the items and for the leases that ended.
             self.sender.flush()
-            self.source.settle()
-            work.run(self.pipeline, self.source.settle)
+            self.source.report_endings()
+            work.run(self.pipeline, self.source.report_endings)
 
-    def _advance(self) -> None:
-        """Write on, and deliver what is ready if nothing has to be waited for: the models are in use."""
-        if (batch := self.pipeline.advance(in_batches=self._writer is None)) is not None:
+    def _generate_and_deliver(self) -> None:
+        """Generate the next tokens, and deliver ready batches as long as that does not block."""
+        if (batch := self.pipeline.generate_and_score(in_batches=self._continuous_maker is None)) is not None:
             self._pending.append(batch)
         self.sender.collect()
         while self._pending and self._pending[0].is_ready and self.sender.has_room():
@@ -186,9 +188,9 @@ class WorkLoop:
             self._finish(self._pending.popleft())
 
     def _finish(self, batch: MakerBatch) -> None:
-        """Wait for the rewards of a batch, and deliver it."""
+        """Wait for the rewards of a batch and deliver it."""
         try:
-            experience = self.pipeline.finish(batch)
+            experience = self.pipeline.complete_batch(batch)
         finally:
             for sample in batch.quarantined:
                 self.record({"quarantined": sample, "version": batch.version})
@@ -198,7 +200,7 @@ class WorkLoop:
         else:
             self._deliver(batch, experience)
         self.notify("on_batch_end")
-        self._has_started = False
+        self._hooks_started = False
 
     def _deliver(self, batch: MakerBatch, experience: Experience) -> None:
         self.notify("on_make_experience_end", experience)
@@ -213,8 +215,8 @@ class WorkLoop:
         self.notify("on_send_end")
 
     def _start_hooks(self) -> None:
-        """Call the first hooks of a batch, unless that was done."""
-        if not self._has_started:
-            self._has_started = True
+        """Call the start hooks of a batch, unless they have been called."""
+        if not self._hooks_started:
+            self._hooks_started = True
             self.notify("on_batch_start")
             self.notify("on_make_experience_start")

@@ -1,4 +1,4 @@
-"""Where a maker's work comes from: leases from trainers, and the prompts that these stand for, or a data loader."""
+"""Sources of a maker's work: prompts leased from trainers, or a data loader."""
 
 import dataclasses
 import itertools
@@ -17,48 +17,48 @@ from coati.prompts.batch import parse_prompts
 from coati.prompts.stream import PromptStream
 from coati.weights.served import ServedModels
 
-# Between two requests, if no new weights come first.
+# Interval between two requests for leases, unless new weights arrive first.
 _POLL_SECONDS = 0.05
 _REASON_CHARACTERS = 200
 
 
 class OtherWork(Protocol):
-    """What a maker does now and then besides making experience: an evaluation."""
+    """Occasional work of a maker besides making experience, such as an evaluation."""
 
-    def run(self, pipeline: Any, tell: Callable[[], None] = lambda: None) -> None:
-        """Do it, and call `tell` now and then: trainers wait for a maker as long as they hear that it works."""
+    def run(self, pipeline: Any, heartbeat: Callable[[], None] = lambda: None, /) -> None:
+        """Do the work. Call `heartbeat` regularly, so that trainers keep waiting for this maker."""
 
 
 class WorkSource(ABC):
-    """Gives a maker its work, and takes account of what came of it. Its attributes default to a data loader's."""
+    """Gives a maker its work and accounts for the outcome. The attributes default to those of a data loader."""
 
-    wait_name = "wait_prompts"  # the activity of a maker that waits for prompts
+    wait_name = "wait_prompts"  # the timeline's name for waiting for prompts
     capacity = 0
-    """Samples that a maker works on at a time, with others coming as some have ended; 0 for whole batches."""
-    least = 1  # fewest samples that come at once
-    num_skipped = 0  # prompts that were skipped so far
+    """Number of samples in progress at once with continuous batching; 0 for whole batches."""
+    min_samples = 1  # smallest number of samples that a request returns
+    num_skipped = 0  # number of prompts skipped so far
     awaited = "the next batch of prompts. Check what the data loader waits for"
-    """What a maker waits for when it waits for prompts, for messages."""
-    last_answer = 0.0  # when whoever gives out work last said that there is none yet, by the monotonic clock
+    """What a wait for prompts waits for, as messages call it."""
+    last_answer = 0.0  # monotonic time of the last answer of a trainer, even if it granted nothing
 
     @abstractmethod
-    def draw(self, room: int) -> list[Sample] | OtherWork | None:
-        """Wait for prompts for up to `room` samples, or for other work that comes first; None at the end."""
+    def wait_for_work(self, room: int) -> list[Sample] | OtherWork | None:
+        """Wait for prompts for up to `room` samples, or for other work if that comes first. Return None at the end."""
 
     def poll(self, room: int) -> list[Sample] | OtherWork | None:
-        """Return what may be begun now; None if that is nothing. A data loader only waits."""
-        return self.draw(room)
+        """Return the work that may start now; None if there is none. A data loader blocks as in `wait_for_work`."""
+        return self.wait_for_work(room)
 
-    def settle(self) -> None:  # noqa: B027  (without leases there is nothing to tell)
-        """Tell trainers what became of their leases, and that the maker is at other work."""
+    def report_endings(self) -> None:  # noqa: B027  (nothing to report without leases)
+        """Report ended leases to their trainers, and that this maker is busy with other work."""
 
     def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:  # noqa: ARG002
-        """Account for what was made of a batch; returns what is to be delivered."""
+        """Account for the items made from a batch, and return those to deliver."""
         return items
 
 
 class LoaderPrompts(WorkSource):
-    """`num_steps` batches of as many passes over `loader_fn()` as it takes, or else `num_epochs` passes."""
+    """Batches of a data loader: `num_steps` batches if above 0, else `num_epochs` passes over `loader_fn()`."""
 
     def __init__(
         self,
@@ -66,15 +66,15 @@ class LoaderPrompts(WorkSource):
         num_epochs: int = 1,
         num_steps: int = 0,
         *,
-        maker: str = "this maker",
+        maker_name: str = "this maker",
     ) -> None:
-        self._loader_fn, self._maker = loader_fn, maker
+        self._loader_fn, self._maker_name = loader_fn, maker_name
         passes = itertools.count() if num_steps > 0 else range(num_epochs)
         batches = (batch for _ in passes for batch in self._one_pass())
         self._batches = itertools.islice(batches, num_steps if num_steps > 0 else None)
 
-    def draw(self, room: int) -> list[Sample] | None:  # noqa: ARG002  (the loader decides)
-        """Return the loader's next batch."""
+    def wait_for_work(self, room: int) -> list[Sample] | None:  # noqa: ARG002  (the loader decides)
+        """Return the loader's next batch; None after the last one."""
         batch = next(self._batches, None)
         return None if batch is None else parse_prompts(batch)
 
@@ -85,39 +85,39 @@ class LoaderPrompts(WorkSource):
             yield batch
         if is_empty:
             raise DataError(
-                f"dataloader_fn() of maker {self._maker} gave no batch. Is the dataset empty, or smaller than one "
-                "batch with drop_last=True?"
+                f"dataloader_fn() of maker {self._maker_name} returned a loader without batches. Check that the "
+                "dataset is not empty, and with drop_last=True not smaller than one batch."
             )
 
 
 @dataclasses.dataclass(eq=False)
 class LeasedPrompts(WorkSource):
-    """Batches of prompts for which this maker holds leases: each request asks all trainers for equal parts."""
+    """Prompts for which this maker holds leases. Each request asks all trainers for equal shares."""
 
-    wait_name = "wait_weights"  # leases come with new weights
+    wait_name = "wait_weights"  # new leases become available with new weights
 
-    stream: PromptStream
+    prompts: PromptStream
     trainers: Sequence[str]
     rules: LedgerRules
     served: ServedModels
     _: dataclasses.KW_ONLY
     peers: Peers
-    maker: str
+    maker_name: str
     incarnation: int = 0
     deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     should_stop: Callable[[], bool] = lambda: False
-    other_work: Callable[[], OtherWork | None] = lambda: None  # is asked first, and comes before leases
+    other_work: Callable[[], OtherWork | None] = lambda: None  # polled first, and takes precedence over leases
 
     def __post_init__(self) -> None:
-        self.awaited = f"leases for maker {self.maker}"
-        self.capacity = self.stream.samples_per_batch
-        self.least = self.rules.group_size * len(self.trainers)
+        self.awaited = f"leases for maker {self.maker_name}"
+        self.capacity = self.prompts.samples_per_batch
+        self.min_samples = self.rules.group_size * len(self.trainers)
         self._num_requests = 0
-        # What trainers have not been told. Leases are asked for in another thread, but each change of a list is whole.
+        # Ended leases not yet reported, by trainer. Requests run on another thread, but list operations are atomic.
         self._endings: dict[str, list[Ending]] = {name: [] for name in self.trainers}
 
-    def draw(self, room: int) -> list[Sample] | OtherWork | None:
-        """Wait for leases as long as trainers answer; None after a stop."""
+    def wait_for_work(self, room: int) -> list[Sample] | OtherWork | None:
+        """Wait for leases or other work. Return None after a stop."""
         while not self.should_stop():
             if (found := self.poll(room)) is not None:
                 return found
@@ -125,13 +125,13 @@ class LeasedPrompts(WorkSource):
         return None
 
     def poll(self, room: int) -> list[Sample] | OtherWork | None:
-        """Ask once; None if nothing may be made now."""
+        """Request work once. Return None if there is none now."""
         if (work := self.other_work()) is not None:
             return work
         size = self.rules.group_size
         wanted = max(size, room // len(self.trainers) // size * size)
         epochs = dict(sorted(self._request(wanted)))
-        samples, unusable = self.stream.batch(list(epochs), group_size=size)
+        samples, unusable = self.prompts.batch(list(epochs), group_size=size)
         for number, reason in unusable.items():
             self._end(Lease(number, epochs[number]), f"prompt skipped, {reason}")
         for sample in samples:
@@ -140,11 +140,11 @@ class LeasedPrompts(WorkSource):
 
     @property
     def num_skipped(self) -> int:  # type: ignore[override]
-        """Prompts that were skipped so far."""
-        return self.stream.skipped.total()
+        """Number of prompts skipped so far."""
+        return self.prompts.skipped.total()
 
     def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
-        """Put leases on the items of a batch, and end those of dropped ones; returns the items of complete groups."""
+        """Attach leases to the items of a batch and return the items of complete groups. End leases of other groups."""
         leases = {sample.id: sample.lease for sample in batch.samples}
         made: dict[tuple[int, int] | None, list[BufferItem]] = {lease: [] for lease in leases.values()}
         for item in items:
@@ -159,29 +159,29 @@ class LeasedPrompts(WorkSource):
                 item.lease, item.scored_by = lease, batch.version
         return [item for group in made.values() for item in group]
 
-    def settle(self) -> None:
-        """Tell trainers which leases came to nothing, without asking for others: the maker is at other work."""
+    def report_endings(self) -> None:
+        """Report ended leases to the trainers without requesting new ones: the maker is busy with other work."""
         self._request(0)
 
     def _end(self, lease: Lease, reason: str, fate: str = "drop") -> None:
         self._endings[self.trainers[lease.number % len(self.trainers)]].append(Ending(lease, reason, fate))
 
     def _request(self, wanted: int) -> list[Lease]:
-        """Ask each trainer for so many samples; returns the leases that were granted."""
-        trainer_incarnation = self.served.incarnation  # read first, so that the version is theirs or a later one's
+        """Request `wanted` samples from each trainer and return the leases granted."""
+        trainer_incarnation = self.served.incarnation  # read before the version, which may then only be newer
         version = self.served.version
         self._num_requests += 1
         common = {"incarnation": self.incarnation, "trainer_incarnation": trainer_incarnation}
         granted: list[Lease] = []
         for name in self.trainers:
             request = LeaseRequest(
-                self.maker, self._num_requests, version, wanted, tuple(self._endings[name]), **common
+                self.maker_name, self._num_requests, version, wanted, tuple(self._endings[name]), **common
             )
             leases = self.peers.ask(
                 name,
                 "lease",
                 request,
-                what=f"leases of maker {self.maker} (deadlines.update_seconds)",
+                what=f"leases of maker {self.maker_name} (deadlines.update_seconds)",
                 seconds=self.deadlines.update_seconds,
                 should_stop=self.should_stop,
             )
@@ -193,9 +193,9 @@ class LeasedPrompts(WorkSource):
 
 
 def _why_it_ends(samples: list[Sample], batch: MakerBatch) -> tuple[str, str]:
-    """Why samples of a lease came to nothing, with the ids of those to blame, and its fate."""
+    """Return why no group is delivered for a lease, with the ids of the samples at fault, and the lease's fate."""
     fate = "quarantine" if any(sample.is_quarantined for sample in samples) else "drop"
     if lost := [sample for sample in samples if sample.lost]:
         reason = lost[0].lost.partition(". ")[0][:_REASON_CHARACTERS]
         return f"{reason} (samples {', '.join(str(sample.id) for sample in lost)})", fate
-    return "dropped by the maker" if batch.dropped is None else str(batch.dropped), fate
+    return "dropped by the maker" if batch.drop_error is None else str(batch.drop_error), fate

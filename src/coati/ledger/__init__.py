@@ -1,4 +1,4 @@
-"""What becomes of samples: who may make them, when they are trained on, and the account of it."""
+"""Leases: which maker makes which samples, when they are trained on, and the account of their fates."""
 
 from coati.ledger.leases import Ledger
 from coati.ledger.rules import Lease, LeaseRequest, LedgerRules

@@ -1,6 +1,6 @@
-"""The account of a run: what became of every group that was leased, from the journals of its ledgers.
+"""The account of a run: the fate of every group that was leased, read from the journals of its ledgers.
 
-It follows each number through the events without the `Ledger` that wrote them, so that a fault of the ledger shows.
+It follows each number through the events without using `Ledger`, so it also finds bugs in the ledger.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ from coati.counting import counted
 from coati.ledger.journal import JournalContent, read_journals
 from coati.ledger.rules import LedgerRules
 
-FATES = ("trained", "dropped", "quarantined", "open")  # how a lease can end, and that it has not ended
+FATES = ("trained", "dropped", "quarantined", "open")  # "open": the lease has not ended
 
-_MOST_DETAILS = 5  # of one fate; rarer ones are counted together
+_MOST_DETAILS = 5  # maximum number of rows per fate; rarer reasons are summed up in one more
 _DETAIL_CHARACTERS = 60
 
-# For each kind of event: the state that a number must be in, and the one it is in afterwards.
+# For each kind of event: the states that a number may be in before, and its state afterwards.
 _MOVES = {
     "grant": (("", "returned"), "open"),
     "return": (("open",), "returned"),
@@ -31,12 +31,12 @@ _MOVES = {
 }
 
 
-Row = tuple[str, str, int, int]  # of the account: fate, details, groups and samples
+Row = tuple[str, str, int, int]  # fate, details, number of groups, number of samples
 
 
 @dataclasses.dataclass(slots=True)
 class Group:
-    """One number's way through the events."""
+    """The state of one lease number while events are applied."""
 
     state: str = ""
     maker: str = ""
@@ -51,33 +51,33 @@ class Group:
 
     @property
     def age(self) -> int:
-        """When it was trained on, in versions."""
+        """Versions between its grant and the version that it was trained at."""
         return self.trained_at - self.granted_at
 
     @property
     def details(self) -> str:
-        """Why it was dropped, or where it is."""
+        """The reason why it was dropped, or where an open group is."""
         if self.fate != "open":
             return _kind(self.reason)
         return f"being made by {self.maker}" if self.state == "open" else self.state
 
 
-class StreamAccount:
-    """What became of the groups of one trainer."""
+class TrainerAccount:
+    """The account of the groups of one trainer."""
 
     def __init__(self, rules: LedgerRules) -> None:
         self.rules = rules
         self.groups: dict[int, Group] = {}
-        self.problems: list[str] = []  # what must not be, with the numbers of the groups
+        self.problems: list[str] = []  # violations, with the numbers of the groups
         self.repeats: Counter[tuple[str, str]] = Counter()
-        """How often groups were returned, and refused when they were delivered, with the reasons."""
+        """Number of returned groups and of refused deliveries, by ("returned" or "refused", reason)."""
         self._picked: list[int] = []
         self._num_trained = 0
-        self._num_numbers = 0  # granted so far
-        self._num_before = 0  # groups that others had trained on when this one took over
+        self._num_numbers = 0  # numbers granted so far
+        self._num_before = 0  # groups trained on before the run changed its number of trainers
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Follow an event."""
+        """Apply an event to the account."""
         kind = next(iter(event))
         if kind == "resume":
             self.rules = LedgerRules(**event["rules"])
@@ -91,7 +91,7 @@ class StreamAccount:
             self.repeats["refused", "delivered too late, or twice"] += len(event[kind])
         elif kind == "train":
             samples = event.get("samples", event["train"] * self.rules.samples_per_version)
-            end = -(-samples // self.rules.group_size)  # a stop may leave a group trained on in part
+            end = -(-samples // self.rules.group_size)  # after a stop, the last group may be partial
             for number in self._picked[self._num_trained - self._num_before : end - self._num_before]:
                 self._move(number, kind, event)
         elif kind != "publish":
@@ -99,7 +99,7 @@ class StreamAccount:
                 self._move(number, kind, event)
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
-        """The run has another number of trainers: groups without a fate were divided among them again."""
+        """Take over the groups without a fate that a changed number of trainers assigns to this one."""
         self.groups = {number: group for number, group in self.groups.items() if group.fate != "open"}
         self.groups |= {work["number"]: Group("returned") for work in state["works"]}
         self._picked, self._num_numbers = [], state["num_numbers"]
@@ -110,7 +110,7 @@ class StreamAccount:
             expected = self._num_numbers * self.rules.num_streams + self.rules.stream
             self._num_numbers += 1
             if number != expected:
-                self.problems.append(f"group {number}: granted when {expected} was the next")
+                self.problems.append(f"group {number}: granted, but {expected} was next")
         group = self.groups.setdefault(number, Group())
         before, after = _MOVES[kind]
         if group.state not in before:
@@ -135,53 +135,53 @@ class StreamAccount:
 class RunAccount:
     """The accounts of all trainers of a run."""
 
-    streams: list[StreamAccount]
-    notes: list[str]  # what a reader should know, such as a journal that ends in part of a record
+    trainers: list[TrainerAccount]
+    notes: list[str]  # remarks for the reader, such as a journal that ends in a partial record
 
     @property
     def problems(self) -> list[str]:
-        """Why the account does not close; empty if it does."""
-        found = [problem for stream in self.streams for problem in stream.problems]
-        trained_by: dict[int, list[int]] = {}  # a number may move to another trainer, as long as it has no fate
-        for stream in self.streams:
-            for number, group in stream.groups.items():
+        """Violations because of which the account does not close; empty if it closes."""
+        found = [problem for trainer in self.trainers for problem in trainer.problems]
+        trained_by: dict[int, list[int]] = {}  # a number may move to another trainer only before it is trained on
+        for trainer in self.trainers:
+            for number, group in trainer.groups.items():
                 if group.state == "trained":
-                    trained_by.setdefault(number, []).append(stream.rules.stream)
+                    trained_by.setdefault(number, []).append(trainer.rules.stream)
         twice = [number for number in sorted(trained_by) if len(trained_by[number]) > 1]
-        return found + [f"group {number}: trained by each of trainers {trained_by[number]}" for number in twice]
+        return found + [f"group {number}: trained on by each of trainers {trained_by[number]}" for number in twice]
 
     @property
     def oldest(self) -> int:
-        """The greatest age of a group that was trained on, in versions."""
+        """Maximum age of the groups trained on, in versions."""
         return max((group.age for group in self._groups if group.state == "trained"), default=0)
 
     @property
     def num_trained(self) -> int:
-        """Samples that were trained on."""
+        """Number of samples trained on."""
         return sum(group.state == "trained" for group in self._groups) * self._group_size
 
     @property
     def num_made(self) -> int:
-        """Samples that were delivered, and not refused."""
+        """Number of samples delivered and accepted."""
         return sum(group.state in ("delivered", "picked", "trained") for group in self._groups) * self._group_size
 
     def table(self) -> list[Row]:
-        """What became of the groups; the last row is the sum, what was leased."""
+        """Return the groups by fate and details. The last row is their sum, all groups leased."""
         groups = self._groups
         rows = self._rows(Counter((group.fate, group.details) for group in groups))
         return [*rows, ("leased", "", len(groups), len(groups) * self._group_size)]
 
     def repeated(self) -> list[Row]:
-        """What was done more than once, which is no fate: groups that were returned, and refused deliveries."""
-        return self._rows(sum((stream.repeats for stream in self.streams), Counter()))
+        """Return the number of returned groups and refused deliveries, which are not fates and not part of the sum."""
+        return self._rows(sum((trainer.repeats for trainer in self.trainers), Counter()))
 
     @property
     def _groups(self) -> list[Group]:
-        return [group for stream in self.streams for group in stream.groups.values()]
+        return [group for trainer in self.trainers for group in trainer.groups.values()]
 
     @property
     def _group_size(self) -> int:
-        return self.streams[0].rules.group_size if self.streams else 1
+        return self.trainers[0].rules.group_size if self.trainers else 1
 
     def _rows(self, counts: Counter[tuple[str, str]]) -> list[Row]:
         rows: list[Row] = []
@@ -194,25 +194,25 @@ class RunAccount:
 
 
 def _kind(reason: str) -> str:
-    """What groups with such a reason are counted under: without what tells one from the other."""
+    """Return the general part of a reason, without the details of a single group."""
     return re.split(r": | \(|\n", reason, maxsplit=1)[0][:_DETAIL_CHARACTERS]
 
 
 def audit_run(folder: Path) -> RunAccount:
-    """Read the journals in a run's folder. CheckpointError as `read_journals`."""
+    """Read the journals in a run's folder and return their account. Raises CheckpointError as `read_journals` does."""
     return account_of(read_journals(folder))
 
 
 def account_of(journals: Sequence[JournalContent]) -> RunAccount:
-    """Follow the events of all trainers' journals."""
-    streams, notes = [], []
+    """Return the account of the journals of all trainers."""
+    trainers, notes = [], []
     for content in journals:
-        streams.append(StreamAccount(content.first_rules))
+        trainers.append(TrainerAccount(content.first_rules))
         for event in content.events:
-            streams[-1].apply(event)
+            trainers[-1].apply(event)
         if content.num_cut:
             notes.append(
-                f"stream-{content.rules.stream}.jsonl ends in part of a record ({content.num_cut} bytes), which was "
+                f"stream-{content.rules.stream}.jsonl ends in a partial record ({content.num_cut} bytes), which was "
                 "ignored: the run was stopped while it wrote, or is writing now."
             )
-    return RunAccount(streams, notes)
+    return RunAccount(trainers, notes)

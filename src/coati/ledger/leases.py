@@ -1,21 +1,21 @@
-"""The lease: one rule for who may write what, when a batch may be formed, and what becomes of the work of the dead.
+"""The ledger of a trainer: which maker makes which group, and in which order groups are trained on.
 
-A lease is the right and the duty to make one group of samples. A trainer has a `Ledger` of the leases that are made for
-it; makers ask for leases and get as many as the two limits allow:
+A lease is the right and duty to make one group of samples. Makers request leases, and the ledger grants as many as two
+limits allow:
 
-* `lead`: at most (lead + 1) versions' worth of samples are granted and not trained. It decides how fresh data is.
+* `lead`: at most (lead + 1) versions' worth of samples are granted and not trained on. It decides how fresh data is.
 * `max_staleness`, η: a lease granted to a maker that serves version v has the deadline v + η, the last version at which
-  it may be trained on. It is granted only if everything that is open still fits before its own deadline.
+  it may be trained on. It is granted only if every group that is not picked yet can still meet its own deadline.
 
-Delivered groups are picked for training earliest deadline first, and one may go ahead of others only while all of those
-still fit before theirs. So the trainer waits for a slow group only in the last batch that may hold it, and no sample is
-older than η versions. With η = 0 groups are picked in the order of their numbers, so a run repeats to the bit.
+Delivered groups are picked for training earliest deadline first. A group may overtake others only while those can still
+meet their deadlines. So the trainer waits for a slow group only in the last batch that may contain it, and no sample is
+older than η versions. With η = 0, groups are picked in the order of their numbers, so a run is bit-reproducible.
 
-    asked for ──► open ──► delivered ──► picked ──► trained
-                 ▲    │ └──► dropped (and another takes its place)
+    requested ──► open ──► delivered ──► picked ──► trained
+                 ▲    │ └──► dropped or quarantined (another group takes its place)
                  └────┘ returned: its maker died, left, stalled, or is too slow
 
-Whatever changes is an event (`Ledger.events`), and the same events make the same ledger.
+Every change is an event (`Ledger.events`). Replaying the events reproduces the ledger.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ from typing import Any, Self
 
 from coati.ledger.rules import Event, Lease, LeaseRequest, LedgerRules, Pace, Paces
 
-_NEVER = 2**62  # the deadline of leases in a run without a bound
+_NEVER = 2**62  # deadline of leases without a staleness bound
 _COUNTERS = ("version", "num_picked", "num_numbers", "num_dropped", "num_trained")
 
 
 @dataclasses.dataclass(slots=True)
-class Work:
-    """A lease that has not come to its end."""
+class LeaseRecord:
+    """A lease that is not trained on, dropped or quarantined yet."""
 
     number: int
     state: str = "returned"  # "open", "returned", "delivered" or "picked"
@@ -40,11 +40,11 @@ class Work:
     maker: str = ""
     version: int = 0
     deadline: int = _NEVER
-    slow_maker: str = ""  # which it was taken back from
+    slow_maker: str = ""  # the maker that it was taken back from
 
 
 class Ledger:
-    """The leases of one trainer. Not thread-safe; `now` is any clock that does not go back.
+    """The leases of one trainer. Not thread-safe. `now` is the time of any monotonic clock, in seconds.
 
     >>> ledger = Ledger(LedgerRules(samples_per_version=2, total_samples=6, lead=0, max_staleness=0))
     >>> leases = ledger.lease(LeaseRequest("maker-0", number=1, version=0, wanted=8), now=0.0)
@@ -63,29 +63,29 @@ class Ledger:
         self.rules = rules
         self.version = 0
         self.num_picked = 0  # samples
-        self.events: list[Event] = []  # what has changed; the owner takes it from here
+        self.events: list[Event] = []  # changes that the owner has not yet taken
         self._first_epoch = 0
-        self.num_numbers = 0  # granted at least once
-        self.num_dropped = 0  # numbers
+        self.num_numbers = 0  # numbers granted at least once
+        self.num_dropped = 0  # numbers dropped or quarantined
         self.num_trained = 0  # samples
-        self._works: dict[int, Work] = {}
-        self._picked: deque[int] = deque()  # numbers, not trained on yet
-        self._returned: list[int] = []  # a heap of numbers
-        self._delivered: list[tuple[int, int]] = []  # a heap of (deadline, number)
+        self._records: dict[int, LeaseRecord] = {}
+        self._picked: deque[int] = deque()  # numbers picked and not yet trained on
+        self._returned: list[int] = []  # numbers
+        self._delivered: list[tuple[int, int]] = []  # heap of (deadline, number)
         self._due: Counter[int] = Counter()  # samples open or delivered, by deadline
         self._answers: dict[str, tuple[tuple[int, int], list[Lease] | None]] = {}  # to the last request, by maker
         self._paces = Paces()
-        self._taken_back: dict[Lease, str] = {}  # from which maker, until that one has ended it too
+        self._taken_back: dict[Lease, str] = {}  # lease -> its slow maker, until that maker has ended it too
 
-    # What makers do
+    # Calls of makers
 
     def lease(self, request: LeaseRequest, *, now: float) -> list[Lease]:
-        """Take account of what came to nothing, and grant leases for up to as many samples as a maker wants.
+        """Record the leases that a maker ended, and grant it new ones for up to `request.wanted` samples.
 
-        A maker numbers its requests from 1: one that is repeated because its answer was lost gets the same answer, and
-        one that was overtaken by a later one, or comes from a predecessor (a lower incarnation), gets nothing.
+        A maker numbers its requests from 1. A retry, with the same number, gets the same answer. A request that arrives
+        after a later one, or from a predecessor (a lower incarnation), gets nothing.
         """
-        maker, ask, incarnation, version = request.maker, request.number, request.incarnation, request.version
+        maker, ask, incarnation, version = request.maker_name, request.number, request.incarnation, request.version
         for ending in request.endings:
             self.drop(ending.lease, ending.reason, fate=ending.fate, now=now)
         (last_incarnation, last_ask), answer = self._answers.get(maker, ((-1, 0), None))
@@ -93,8 +93,8 @@ class Ledger:
             return answer
         if incarnation < last_incarnation or (incarnation == last_incarnation and 1 < ask <= last_ask):
             return []
-        if ask == 1:  # a request of its predecessor may have come after `release`
-            self.release(maker, "its maker was started again")
+        if ask == 1:  # a request of its predecessor may have arrived after `release`
+            self.release(maker, "its maker was restarted")
         pace = self._paces.setdefault(maker, Pace(since=now))
         numbers: list[int] = []
         size = self.rules.group_size
@@ -103,7 +103,7 @@ class Ledger:
             if not self._may_grant(number, version):
                 break
             for late in [one for one, owner in self._taken_back.items() if (one.number, owner) == (number, maker)]:
-                self._end_late(late, now, is_made=False)  # it is made once, for this grant
+                self._end_late(late, now, is_made=False)  # the maker makes it once, for the new grant
             self._apply_grant(number, maker, version)
             pace.hold(size, now)
             numbers.append(number)
@@ -111,86 +111,92 @@ class Ledger:
             pace.note_request()
             self.events.append({"grant": numbers, "maker": maker, "version": version})
         pace.room = 0 if numbers else request.wanted
-        leases = [Lease(number, self._works[number].epoch) for number in numbers]
+        leases = [Lease(number, self._records[number].epoch) for number in numbers]
         self._answers[maker] = (incarnation, ask), leases
         return leases
 
     def deliver(self, leases: Collection[Lease], *, now: float) -> list[Lease]:
-        """Take in groups that were made; returns those that are wanted. The others were fenced, or came before."""
+        """Accept delivered groups and return their leases. Groups that are stale or already delivered are refused."""
         fresh = [lease for lease in leases if self._is_open(lease)]
         if refused := [lease for lease in leases if lease not in fresh]:
             self.events.append({"refuse": [lease.number for lease in refused]})
             for lease in refused:
                 self._end_late(lease, now, is_made=True)
         for lease in fresh:
-            self._paces[self._works[lease.number].maker].end(self.rules.group_size, now)
+            self._paces[self._records[lease.number].maker].end(self.rules.group_size, now)
         if fresh:
             self._change({"deliver": [lease.number for lease in fresh]})
         return fresh
 
     def drop(self, lease: Lease, reason: str, *, fate: str = "drop", now: float) -> bool:
-        """End a lease for which nothing comes (`fate`: "drop" or "quarantine"); another takes its place."""
+        """End a lease for which nothing will be delivered (`fate`: "drop" or "quarantine").
+
+        Another group takes its place. Returns False if the lease is stale.
+        """
         if not self._is_open(lease):
             self._end_late(lease, now, is_made=False)
             return False
-        self._paces[self._works[lease.number].maker].end(self.rules.group_size, now, is_made=False)
+        self._paces[self._records[lease.number].maker].end(self.rules.group_size, now, is_made=False)
         self._change({fate: [lease.number], "reason": reason})
         return True
 
     def _is_open(self, lease: Lease) -> bool:
-        work = self._works.get(lease.number)
-        return work is not None and work.state == "open" and work.epoch == lease.epoch
+        record = self._records.get(lease.number)
+        return record is not None and record.state == "open" and record.epoch == lease.epoch
 
     def _end_late(self, lease: Lease, now: float, *, is_made: bool) -> None:
-        """A maker has ended a lease that may have been taken back from it."""
+        """Update the speed of a maker that ended a lease after it was taken back."""
         if (maker := self._taken_back.pop(lease, None)) is not None:
             self._paces[maker].end(self.rules.group_size, now, is_made=is_made)
 
-    # What becomes of makers
+    # Makers that are gone or slow
 
     @property
     def makers(self) -> list[str]:
-        """Makers that have asked for leases and not gone."""
+        """Makers that have requested leases and have not been released."""
         return list(self._paces)
 
     def release(self, maker: str, reason: str) -> list[int]:
-        """A maker is gone: its open leases are granted again, to others or to its successor."""
+        """Return the open leases of a maker that is gone, so they can be granted again. Return their numbers."""
         self._paces.pop(maker, None)
         self._taken_back = {lease: name for lease, name in self._taken_back.items() if name != maker}
-        if maker in self._answers:  # what it asked before is not granted any more
+        if maker in self._answers:  # a retry of an earlier request must not get its leases
             self._answers[maker] = self._answers[maker][0], None
-        numbers = sorted(work.number for work in self._works.values() if work.state == "open" and work.maker == maker)
+        numbers = sorted(
+            record.number for record in self._records.values() if record.state == "open" and record.maker == maker
+        )
         if numbers:
             self._change({"return": numbers, "reason": reason})
         return numbers
 
     def take_back(self, *, now: float) -> list[int]:
-        """Return leases of slow makers that a much quicker one has room for, each at most once, when a batch waits.
+        """Return the oldest leases of slow makers, as many as much faster makers have room for, and their numbers.
 
-        It goes by the maker's speed, so that long responses are not starved.
+        Call it while a batch waits. Each lease is taken back at most once. The maker's average speed decides, so a
+        merely long response stays where it is.
         """
         size, numbers = self.rules.group_size, []
         quicker = {maker: self._paces.quicker_than(maker, now) for maker in self._paces}
-        works = [work for work in self._works.values() if work.state == "open" and not work.slow_maker]
-        for work in sorted(works, key=lambda work: (work.deadline, work.number)):
-            paces = (self._paces[name] for name in quicker.get(work.maker, ()))
+        records = [record for record in self._records.values() if record.state == "open" and not record.slow_maker]
+        for record in sorted(records, key=lambda record: (record.deadline, record.number)):
+            paces = (self._paces[name] for name in quicker.get(record.maker, ()))
             if (pace := next((pace for pace in paces if pace.room >= size), None)) is not None:
                 pace.room -= size
-                self._taken_back[Lease(work.number, work.epoch)] = work.maker
-                numbers.append(work.number)
+                self._taken_back[Lease(record.number, record.epoch)] = record.maker
+                numbers.append(record.number)
         if numbers:
             self._change({"return": numbers, "reason": "slow maker", "is_slow": True})
         return numbers
 
-    # What the trainer does
+    # Calls of the trainer
 
     @property
     def picked(self) -> list[int]:
-        """Numbers of the groups that were picked and are not trained on, in that order."""
+        """Numbers of the groups picked and not yet trained on, in the order of picking."""
         return list(self._picked)
 
     def pick(self) -> int | None:
-        """Choose the next group to train on and return its number; None if it has to come first."""
+        """Pick the next group to train on and return its number; None if it is not delivered yet."""
         if not self._delivered or not self._may_pick(*self._delivered[0]):
             return None
         _, number = self._delivered[0]
@@ -198,43 +204,49 @@ class Ledger:
         return number
 
     def mark_trained(self, version: int, samples: int | None = None) -> None:
-        """What was picked for the versions before `version` has been trained on: so many samples in all, fewer than
-        were picked if training was stopped on the way; None for all of them."""
+        """Record that the groups picked for the versions before `version` have been trained on.
+
+        `samples` is the total number of samples trained on in the run, which a stop may leave below the number picked;
+        None for all of those versions.
+        """
         due = min(self.num_picked, version * self.rules.samples_per_version)
         self._change({"train": version, "samples": due if samples is None else samples})
 
     def blocked_by(self) -> Counter[str]:
-        """How many groups that the next batch cannot do without each maker holds, for messages."""
-        open_ones = (work for work in self._works.values() if work.state in ("open", "returned"))
-        due = self._pick_version
-        return Counter(work.maker for work in open_ones if work.state == "returned" or work.deadline <= due)
+        """Return the number of groups that the next batch waits for, by the maker that holds them, for messages.
 
-    # The rules
+        Returned groups, which no maker holds, are counted under "".
+        """
+        records, due = self._records.values(), self._pick_version
+        held = Counter(record.maker for record in records if record.state == "open" and record.deadline <= due)
+        return held + Counter("" for record in records if record.state == "returned")
+
+    # Rules
 
     @property
     def _pick_version(self) -> int:
-        """The version at which the next group that is picked will be trained on."""
+        """The version at which the next picked group will be trained on."""
         return self.num_picked // self.rules.samples_per_version
 
     def _next_for(self, maker: str, now: float) -> int:
-        """The number that this maker would be granted: one that was returned, if it can make it, or a new one."""
+        """Return the number to grant this maker next: a returned one that it is fast enough for, or a new one."""
         for number in sorted(self._returned):
-            quicker = self._paces.quicker_than(self._works[number].slow_maker, now)
+            quicker = self._paces.quicker_than(self._records[number].slow_maker, now)
             if not quicker or maker in quicker:
                 return number
         return self.num_numbers * self.rules.num_streams + self.rules.stream
 
     def _may_grant(self, number: int, version: int) -> bool:
         rules, size = self.rules, self.rules.group_size
-        is_new = number not in self._works
+        is_new = number not in self._records
         if is_new:
             granted = (self.num_numbers - self.num_dropped) * size
             if granted + size > min(rules.total_samples, rules.limit + self.num_trained):
                 return False
         if rules.max_staleness is None:
             return True
-        # Everything due by a deadline must fit before it, this group too. Returned ones before it will have the latest
-        # deadlines; those after it are granted when they fit.
+        # For every deadline, all groups due by then must fit, including this one. Returned groups with lower numbers
+        # will get the latest deadline; those with higher numbers are granted once they fit.
         own, last = version + rules.max_staleness, self._pick_version + rules.max_staleness
         returned = sum(one < number for one in self._returned) * size
         for deadline in {own, last, *self._due}:
@@ -245,18 +257,18 @@ class Ledger:
         return True
 
     def _share(self, maker: str, now: float) -> int:
-        """Samples that a maker may hold, so that others that are about as quick are not left without."""
+        """Return the number of samples that a maker may hold: an equal share among makers of about its speed."""
         share = self.rules.limit // (1 + self._paces.num_rivals(maker, now))
         return max(share, self.rules.group_size)
 
     def _room_until(self, deadline: int) -> int:
-        """Samples that can still be picked up to and with version `deadline`."""
+        """Return the number of samples that can still be picked up to and including version `deadline`."""
         return (deadline + 1) * self.rules.samples_per_version - self.num_picked
 
     def _may_pick(self, deadline: int, number: int) -> bool:
-        """Whether a delivered group may be trained on before those that are not: in order, or if they still fit."""
+        """Whether a delivered group may be picked now, ahead of groups that are not delivered yet."""
         if self.rules.is_on_policy:
-            return number == min(number for number, work in self._works.items() if work.state != "picked")
+            return number == min(number for number, record in self._records.items() if record.state != "picked")
         due = 0
         for earlier in sorted(one for one in self._due if one < deadline):
             due += self._due[earlier]
@@ -267,72 +279,72 @@ class Ledger:
     # Events
 
     def _change(self, event: Event) -> None:
-        """Make the change that an event describes, and note it."""
+        """Apply the change that an event describes, and append it to `events`."""
         kind = next(iter(event))
         if kind == "train":
             self._apply_train(event["train"], event["samples"])
         else:
             for number in event[kind]:
-                self._apply_to(self._works[number], kind, event)
+                self._apply_to(self._records[number], kind, event)
         self.events.append(event)
 
     def _apply_grant(self, number: int, maker: str, version: int) -> None:
-        work = self._works.get(number)
-        if work is None:
+        record = self._records.get(number)
+        if record is None:
             self.num_numbers += 1
-            work = self._works[number] = Work(number, epoch=self._first_epoch - 1)
+            record = self._records[number] = LeaseRecord(number, epoch=self._first_epoch - 1)
         else:
             self._returned.remove(number)
-        work.state, work.maker, work.version, work.epoch = "open", maker, version, work.epoch + 1
-        work.deadline = _NEVER if self.rules.max_staleness is None else version + self.rules.max_staleness
-        self._owe(work, self.rules.group_size)
+        record.state, record.maker, record.version, record.epoch = "open", maker, version, record.epoch + 1
+        record.deadline = _NEVER if self.rules.max_staleness is None else version + self.rules.max_staleness
+        self._count_due(record, self.rules.group_size)
 
-    def _apply_to(self, work: Work, kind: str, event: Mapping[str, Any]) -> None:
+    def _apply_to(self, record: LeaseRecord, kind: str, event: Mapping[str, Any]) -> None:
         if kind == "deliver":
-            work.state = "delivered"
-            heapq.heappush(self._delivered, (work.deadline, work.number))
+            record.state = "delivered"
+            heapq.heappush(self._delivered, (record.deadline, record.number))
         elif kind == "return":
-            work.state = "returned"
-            work.epoch += 1  # what its maker delivers from now on is refused
-            work.slow_maker = work.maker if event.get("is_slow") else work.slow_maker
-            self._returned.append(work.number)
-            self._owe(work, -self.rules.group_size)
+            record.state = "returned"
+            record.epoch += 1  # later deliveries for the old grant are refused
+            record.slow_maker = record.maker if event.get("is_slow") else record.slow_maker
+            self._returned.append(record.number)
+            self._count_due(record, -self.rules.group_size)
         elif kind == "pick":
-            work.state = "picked"
-            heapq.heappop(self._delivered)  # it is the first
-            self._picked.append(work.number)
+            record.state = "picked"
+            heapq.heappop(self._delivered)  # the picked group is always the first
+            self._picked.append(record.number)
             self.num_picked += self.rules.group_size
-            self._owe(work, -self.rules.group_size)
+            self._count_due(record, -self.rules.group_size)
         else:  # dropped or quarantined
             self.num_dropped += 1
-            self._owe(work, -self.rules.group_size)
-            del self._works[work.number]
+            self._count_due(record, -self.rules.group_size)
+            del self._records[record.number]
 
     def _apply_train(self, version: int, samples: int) -> None:
         self.version = version
         size = self.rules.group_size
-        for _ in range(-(-samples // size) - -(-self.num_trained // size)):  # a stop may leave one trained on in part
-            del self._works[self._picked.popleft()]
+        for _ in range(-(-samples // size) - -(-self.num_trained // size)):  # after a stop, the last may be partial
+            del self._records[self._picked.popleft()]
         self.num_trained = samples
 
-    def _owe(self, work: Work, samples: int) -> None:
+    def _count_due(self, record: LeaseRecord, samples: int) -> None:
         if self.rules.max_staleness is not None:
-            self._due[work.deadline] += samples
-            if not self._due[work.deadline]:
-                del self._due[work.deadline]
+            self._due[record.deadline] += samples
+            if not self._due[record.deadline]:
+                del self._due[record.deadline]
 
-    # Saved and restored
+    # Checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Everything that decides what the ledger will do next, as JSON holds it. Rates are measured again."""
-        works = [dataclasses.asdict(work) for work in self._works.values()]
-        return {**{name: getattr(self, name) for name in _COUNTERS}, "picked": list(self._picked), "works": works}
+        """Return the state as JSON values. The speeds of makers are not included; they are measured again."""
+        records = [dataclasses.asdict(record) for record in self._records.values()]
+        return {**{name: getattr(self, name) for name in _COUNTERS}, "picked": list(self._picked), "works": records}
 
     @classmethod
     def restored(cls, rules: LedgerRules, state: Mapping[str, Any], *, first_epoch: int = 0) -> Self:
-        """The ledger that `state` describes, with open leases returned.
+        """Return the ledger that `state` describes, with open leases returned.
 
-        Epochs begin at `first_epoch`, above all that were granted after `state`: what was made for those is refused.
+        Epochs start at `first_epoch`. Choose it so that leases granted after `state` was saved are refused.
         """
         ledger = cls(rules)
         ledger._first_epoch = first_epoch
@@ -340,13 +352,13 @@ class Ledger:
             setattr(ledger, name, int(state[name]))
         ledger._picked = deque(state["picked"])
         for fields in state["works"]:
-            work = ledger._works[fields["number"]] = Work(**fields)
-            if work.state in ("open", "returned"):
-                work.epoch = max(first_epoch, work.epoch + (work.state == "open"))
-                work.state = "returned"
-                ledger._returned.append(work.number)
-            elif work.state == "delivered":
-                ledger._delivered.append((work.deadline, work.number))
-                ledger._owe(work, rules.group_size)
+            record = ledger._records[fields["number"]] = LeaseRecord(**fields)
+            if record.state in ("open", "returned"):
+                record.epoch = max(first_epoch, record.epoch + (record.state == "open"))
+                record.state = "returned"
+                ledger._returned.append(record.number)
+            elif record.state == "delivered":
+                ledger._delivered.append((record.deadline, record.number))
+                ledger._count_due(record, rules.group_size)
         heapq.heapify(ledger._delivered)
         return ledger

@@ -127,7 +127,7 @@ def in_tiles(function: Callable[[Tensor], Tensor], inputs: Tensor, *, tile: int)
     if len(rows) == tile:
         joined = function(rows)
     else:
-        parts = list(rows.split(tile))
+        parts = list(torch.split(rows, tile))
         parts[-1] = F.pad(parts[-1], (0, 0, 0, tile - len(parts[-1])))
         joined = torch.cat([function(part) for part in parts])[: len(rows)]
     return joined if inputs.dim() == 2 else joined.view(*inputs.shape[:-1], -1)

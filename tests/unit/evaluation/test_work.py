@@ -160,7 +160,7 @@ def test_a_maker_serves_the_next_trainer_if_one_dies_meanwhile(config):
     peers.add("trainer", second)
     assert not maker.turn(), "its weights are those of the first trainer"
     maker.served.offer(VerifiedUpdate(version=0, incarnation=1, tensors=maker.update(0).tensors, is_full=True))
-    maker.pipeline.maker.engine._before_batch = lambda: None
+    maker.pipeline.experience_maker.engine._before_batch = lambda: None
     assert maker.turn()
     assert second.versions == [0]
 

@@ -1,4 +1,4 @@
-"""Samples with values of their own, so that a swapped field or a shifted row shows."""
+"""Samples with distinct values, so that tests detect swapped fields and shifted rows."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from coati.experience_buffer.utils import BufferItem
 
 @pytest.fixture
 def item() -> Callable[..., BufferItem]:
-    """An item with `prompt` and `actions` tokens; `number` marks its values."""
+    """Return an item with `prompt` and `actions` tokens, whose values depend on `number`."""
 
     def make(number=1, prompt=2, actions=2, **changes):
         floats = [torch.arange(actions).float() + 100 * number + 10 * index for index in range(4)]

@@ -1,4 +1,4 @@
-"""The age of a batch, by hand."""
+"""The age of a batch, computed by hand."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_tokens_may_be_younger_than_their_samples():
 
 
 def test_unknown_versions_do_not_count():
-    # Sample 1 does not say (-1): the means are those of sample 0 alone, 5 - 2 = 3.
+    # The version of sample 1 is unknown (-1): the means are those of sample 0 alone, 5 - 2 = 3.
     batch = experience([[2, 2], [-1, -1]], [[True, True], [True, True]])
     assert ages_of(batch, 5) == (3.0, 3.0, 3.0)
     assert ages_of(experience([[-1]], [[True]]), 5) == (0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Items that travel together come out as they went in."""
+"""Items that are pickled together arrive unchanged."""
 
 import dataclasses
 import pickle

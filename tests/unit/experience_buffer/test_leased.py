@@ -1,4 +1,4 @@
-"""A trainer's buffer in a run: what it grants, what it takes, and what comes out."""
+"""A trainer's buffer in a run: what it grants, accepts and returns."""
 
 import errno
 import functools
@@ -29,7 +29,7 @@ class Clock:
 
 
 class Story:
-    """A buffer with batches of two, and makers that ask it."""
+    """A buffer with batches of two, and makers that request leases from it."""
 
     def __init__(self, *, journal=None, batch_size=2, **rules):
         defaults = {"samples_per_version": VERSION, "total_samples": 10 * VERSION, "lead": 1, "max_staleness": 1}
@@ -47,7 +47,7 @@ class Story:
         self.buffer.extend([one for lease in leases for one in self.made_for(lease)])
 
     def made_for(self, lease):
-        """Samples whose ids tell number and epoch of their lease."""
+        """Return samples whose ids encode number and epoch of their lease."""
         size = self.rules.group_size
         made = [item(10_000 * lease.epoch + lease.number * size + index) for index in range(size)]
         for one in made:
@@ -55,7 +55,7 @@ class Story:
         return made
 
     def sample(self):
-        """The ids of the samples of the next batch; None if it is not there."""
+        """Return the ids of the samples of the next batch; None if it is not complete."""
         batch = self.buffer.try_sample(0.0)
         return None if batch is None else batch.sample_ids.tolist()
 
@@ -69,7 +69,7 @@ def story():
     return Story()
 
 
-def test_what_is_leased_and_delivered_comes_out_in_whole_batches(story):
+def test_delivered_groups_come_out_in_whole_batches(story):
     leases = story.ask(3)
     assert leases == [Lease(0, 0), Lease(1, 0), Lease(2, 0)]
     assert story.sample() is None
@@ -82,7 +82,7 @@ def test_what_is_leased_and_delivered_comes_out_in_whole_batches(story):
     assert story.sample() == [2, 3]
 
 
-def test_no_more_is_granted_than_may_be_ahead_until_a_version_is_trained(story):
+def test_the_lead_limits_what_is_granted_until_a_version_is_trained(story):
     assert numbers(story.ask(100)) == list(range(2 * VERSION))
     assert story.ask(100) == []
     story.deliver([Lease(number, 0) for number in range(2 * VERSION)])
@@ -92,7 +92,7 @@ def test_no_more_is_granted_than_may_be_ahead_until_a_version_is_trained(story):
     assert numbers(story.ask(100, version=1)) == list(range(2 * VERSION, 3 * VERSION))
 
 
-def test_a_request_that_is_repeated_gets_the_same_answer(story):
+def test_a_retried_request_gets_the_same_answer(story):
     leases = story.ask(2, number=7)
     assert story.ask(2, number=7) == leases
     assert numbers(story.ask(2, number=8)) == [2, 3]
@@ -123,7 +123,7 @@ def test_a_maker_whose_leases_were_released_may_get_them_again_and_only_the_new_
     assert story.sample() == [20_000, 20_001]
 
 
-def test_what_was_granted_after_a_checkpoint_is_refused_after_every_restart(monkeypatch):
+def test_leases_granted_after_a_checkpoint_are_refused_after_every_restart(monkeypatch):
     distances = iter([7, 3])
     monkeypatch.setattr("secrets.randbits", lambda bits: next(distances))
     first, second, third = Story(), Story(), Story()
@@ -131,7 +131,7 @@ def test_what_was_granted_after_a_checkpoint_is_refused_after_every_restart(monk
     first.ask()
     second.buffer.restore(*first.buffer.state())
     assert second.buffer.num_made == 1
-    between = second.buffer.state()  # leases wait to be granted again, with epochs of the second start
+    between = second.buffer.state()  # returned leases with epochs of the second start
     held = second.ask(maker="b")
     third.buffer.restore(*between)
     again = third.ask(maker="c")
@@ -142,7 +142,7 @@ def test_what_was_granted_after_a_checkpoint_is_refused_after_every_restart(monk
     assert third.sample() is not None
 
 
-def test_what_comes_to_nothing_is_replaced_by_another_lease(story):
+def test_a_dropped_lease_is_replaced_by_another(story):
     first = story.ask(100)
     endings = [Ending(first[0], "prompt skipped, too long"), Ending(first[1], "no reward", "quarantine")]
     assert numbers(story.ask(100, endings=endings)) == [2 * VERSION, 2 * VERSION + 1]
@@ -150,7 +150,7 @@ def test_what_comes_to_nothing_is_replaced_by_another_lease(story):
     assert story.sample() == [2, 3]
 
 
-def test_a_repeated_request_ends_a_lease_once(story):
+def test_a_retried_request_ends_a_lease_once(story):
     first = story.ask(100)
     ending = Ending(first[0], "skipped")
     again = [story.ask(100, number=50, endings=[ending]) for _ in range(2)]
@@ -185,7 +185,7 @@ def test_samples_without_a_lease_are_refused(story):
     assert story.buffer.num_items_waiting == 0
 
 
-def test_leases_that_were_never_granted_are_left_out(story):
+def test_deliveries_for_leases_never_granted_are_refused(story):
     story.deliver([Lease(0, 0), Lease(77, 0)])
     assert story.buffer.num_items_waiting == 0
 
@@ -198,7 +198,7 @@ def test_a_batch_is_in_the_order_of_its_leases_whatever_the_order_of_delivery():
     assert story.sample() == [0, 1, 2, 3]
 
 
-def test_on_policy_batches_are_the_same_whoever_is_quicker():
+def test_on_policy_batches_do_not_depend_on_the_speed_of_makers():
     for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 3, 0, 1]):
         story = Story(lead=0, max_staleness=0)
         leases = story.ask(4)
@@ -209,7 +209,7 @@ def test_on_policy_batches_are_the_same_whoever_is_quicker():
         assert batches == [[0, 1], [2, 3]]
 
 
-def test_a_group_may_lie_in_two_batches():
+def test_a_group_may_be_split_over_two_batches():
     story = Story(group_size=4, batch_size=2)
     story.deliver(story.ask(4))
     assert [story.sample(), story.sample()] == [[0, 1], [2, 3]]
@@ -219,7 +219,7 @@ def test_a_group_may_lie_in_two_batches():
 
 
 def in_thread(function, *args):
-    """Run a call in a thread; returns what waits for it and gives its result."""
+    """Run a call in a thread, and return a function that waits for its result."""
     results = []
     thread = threading.Thread(target=lambda: results.append(function(*args)), daemon=True)
     thread.start()
@@ -232,7 +232,7 @@ def in_thread(function, *args):
     return result
 
 
-def test_a_consumer_is_woken_by_what_completes_its_batch(story):
+def test_a_consumer_is_woken_when_its_batch_is_complete(story):
     leases = story.ask(2)
     waiting = in_thread(story.buffer.try_sample, PATIENCE)
     story.deliver(leases[:1])
@@ -240,22 +240,22 @@ def test_a_consumer_is_woken_by_what_completes_its_batch(story):
     assert waiting().sample_ids.tolist() == [0, 1]
 
 
-def test_a_wait_that_is_too_long_says_what_is_there(story):
+def test_a_deadline_error_tells_how_many_samples_are_there(story):
     story.deliver(story.ask(1))
     with pytest.raises(DeadlineExceeded, match="1 samples"):
         story.buffer.sample(timeout_seconds=0.0)
 
 
-def test_who_holds_up_the_next_batch_is_named():
+def test_the_makers_that_block_the_next_batch_are_named():
     story = Story(lead=0, max_staleness=0)
-    assert "not asked" in story.buffer.describe_wait()
+    assert "none has requested leases" in story.buffer.describe_wait()
     story.ask(2, maker="slow")
     story.deliver(story.ask(2, maker="quick"))
     assert story.sample() is None
-    assert "slow has 2" in story.buffer.describe_wait()
+    assert "slow holds 2" in story.buffer.describe_wait()
     assert "quick" not in story.buffer.describe_wait()
     story.buffer.release("slow", "died")
-    story.buffer.describe_wait()
+    assert story.buffer.describe_wait() == "2 wait for a maker"
 
 
 def test_makers_on_threads_and_a_trainer_make_every_sample_once():
@@ -298,7 +298,7 @@ def test_makers_on_threads_and_a_trainer_make_every_sample_once():
 
 
 class Disk:
-    """A disk that is full while it is told to."""
+    """A disk that is full while `is_full` is set."""
 
     def __init__(self, monkeypatch):
         self.is_full = False
@@ -317,7 +317,7 @@ def replayed(path):
     return ledger_events.replayed(content.rules, content.events)
 
 
-def test_the_journal_tells_all_that_has_happened(tmp_path):
+def test_the_journal_records_all_events(tmp_path):
     path = tmp_path / "journal"
     story = Story(journal=path)
     leases = story.ask(4)

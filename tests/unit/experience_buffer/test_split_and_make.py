@@ -1,4 +1,4 @@
-"""Batches come apart into samples and go together again without a value lost, moved or invented."""
+"""Splitting batches into samples and joining them again loses, moves and invents no value."""
 
 import copy
 import dataclasses
@@ -28,7 +28,7 @@ def test_docstring_examples_run():
 
 
 def assert_same(left, right):
-    """Equal in every field: None where the other is None, else same dtype, shape and values."""
+    """Assert that every field is None in both, or equal in dtype, shape and values."""
     for name in FIELDS:
         one, other = getattr(left, name), getattr(right, name)
         if one is None or other is None:
@@ -40,7 +40,7 @@ def assert_same(left, right):
 
 @st.composite
 def samples(draw):
-    """A sample without padding: at least one prompt token, perhaps no response, ids and floats at random."""
+    """Return a sample without padding: at least one prompt token, perhaps no response, random ids and floats."""
     prompt, actions = draw(st.integers(1, 4)), draw(st.integers(0, 4))
     finite = st.floats(-9, 9, width=32)
     floats = {
@@ -68,7 +68,7 @@ def samples(draw):
 
 
 def batch_with_garbage(items, extra_prompt, extra_actions):
-    """The items as one batch, padded wider than they need, with NaN and wild ids in the padding."""
+    """Return the items as one batch with more padding than necessary, filled with NaN and invalid ids."""
     prompt = max(item.num_prompt_tokens for item in items) + extra_prompt
     actions = max(item.num_actions for item in items) + extra_actions
     fields = {name: [] for name in FIELDS}
@@ -110,7 +110,7 @@ def test_split_then_make_is_the_identity_on_every_unpadded_value_of_samples_from
             got, expected = getattr(mixed, name)[row], getattr(item, name)
             if name in ("sequences", "attention_mask"):
                 assert torch.equal(got[start : first + item.num_actions], expected)
-                assert not got[:start].any()  # padding is zeros, never the garbage of the old batch
+                assert not got[:start].any()  # padding is 0, not the garbage of the old batch
                 assert not got[first + item.num_actions :].any()
             elif name in PER_SAMPLE:
                 assert torch.equal(got, expected)
@@ -134,7 +134,7 @@ def test_padding_goes_left_of_prompts_and_right_of_responses_by_hand(item):
     assert batch.sample_ids.tolist() == [1, 2]
 
 
-def test_what_samples_of_a_hand_written_maker_lack_gets_a_neutral_value(item):
+def test_fields_that_a_custom_maker_lacks_get_a_neutral_value(item):
     ours = dataclasses.replace(
         item(1, prompt=1, actions=2),
         policy_versions=torch.tensor([3, 4]),
@@ -183,7 +183,7 @@ def test_samples_with_and_without_masks_mix(item):
     assert batch.action_mask.tolist() == [[True, True]] * 2
 
 
-def test_what_a_sample_does_not_say_is_filled_in_as_unknown(item):
+def test_missing_ids_are_filled_in_as_unknown(item):
     full = item(
         1,
         group_ids=torch.tensor(4),
@@ -222,7 +222,7 @@ def test_items_do_not_keep_their_batch_alive_or_share_its_memory(item):
         tensor.zero_()
     assert part.values.tolist() == [110.0, 111.0]
     assert part.reward.item() == 1.0
-    assert part.values.untyped_storage().nbytes() == (2 + 7) * 4  # what the items hold, without the batch's padding
+    assert part.values.untyped_storage().nbytes() == (2 + 7) * 4  # only the items' values, without the batch's padding
 
 
 def test_items_carry_no_graph(item):
@@ -287,7 +287,7 @@ def test_items_pickle_to_equal_values_of_the_same_dtype(item, dtype):
     for copied in (pickle.loads(pickle.dumps(original)), copy.deepcopy(original)):
         assert_same(copied, original)
         assert copied.delivery_id == "4711"
-        copied.values.zero_()  # a copy of its own: writable, and no view of the original
+        copied.values.zero_()  # a writable copy, not a view of the original
         assert original.values[0] == 1.5
 
 

@@ -47,7 +47,7 @@ def parcels(first, count):
 
 
 def leased_parcels(first, count):
-    """Parcels that have leases of their own numbers."""
+    """Parcels with leases of the same numbers."""
     found = parcels(first, count)
     for parcel in found:
         parcel.lease = (parcel.sample_ids, 0)
@@ -57,14 +57,16 @@ def leased_parcels(first, count):
 @pytest.fixture
 def make_sender(peers):
     def make(*names, **options):
-        return ItemSender(names, **{"peers": peers, "sender": "m", "deadlines": QUICK, "retry_seconds": 0.0} | options)
+        return ItemSender(
+            names, **{"peers": peers, "maker_name": "m", "deadlines": QUICK, "retry_seconds": 0.0} | options
+        )
 
     return make
 
 
 @pytest.fixture(autouse=True)
 def _plain_bundles(monkeypatch):
-    """Parcels travel as a list: how real items are packed has tests of its own."""
+    """Parcels are sent as a list. Other tests cover the packing of real items."""
     monkeypatch.setattr("coati.experience_maker.delivery.ItemBundle", list)
 
 
@@ -74,7 +76,7 @@ def in_background(function, *args):
     return thread
 
 
-def test_items_go_round_one_at_a_time_and_on_across_batches(make_sender, sinks):
+def test_items_go_round_robin_across_batches(make_sender, sinks):
     sender = make_sender(*sinks)
     for first in (0, 4, 8):  # batches of 4 to 3 trainers: item k goes to trainer k mod 3
         sender.send(parcels(first, 4))
@@ -83,7 +85,7 @@ def test_items_go_round_one_at_a_time_and_on_across_batches(make_sender, sinks):
     assert sender.num_delivered == 12
 
 
-def test_leased_items_go_to_their_trainer_and_end_with_it(make_sender, peers, sinks):
+def test_leased_items_go_to_their_trainer_and_are_dropped_if_it_dies(make_sender, peers, sinks):
     sender = make_sender("t0", "t1")
     sender.send(leased_parcels(0, 4))
     sender.flush()
@@ -102,7 +104,7 @@ def test_unacknowledged_items_of_a_dead_trainer_arrive_exactly_once_elsewhere(ma
     sender.send(parcels(0, 4))
     sender.flush()  # 0 and 2 are acknowledged by t0
     held = peers.hold("t0", "buffer_extend")
-    sender.send(parcels(4, 4))  # 4 and 6 are held by it
+    sender.send(parcels(4, 4))  # t0 holds 4 and 6
     held.reached()
     peers.kill("t0")
     held.release()
@@ -114,24 +116,22 @@ def test_unacknowledged_items_of_a_dead_trainer_arrive_exactly_once_elsewhere(ma
     assert sender.num_delivered == 11
 
 
-def test_a_trainer_that_dies_after_it_took_items_may_have_trained_on_them_and_they_go_elsewhere_too(
-    make_sender, peers, sinks
-):
+def test_items_that_a_trainer_took_without_acknowledgement_before_it_died_go_elsewhere_too(make_sender, peers, sinks):
     peers.kill_at("t0", "buffer_extend", "after")
     sender = make_sender("t0", "t1")
     sender.send(parcels(0, 2))
     sender.flush()
-    assert sinks["t0"].sample_ids == [0]  # died with it
+    assert sinks["t0"].sample_ids == [0]  # lost when t0 died
     assert sorted(sinks["t1"].sample_ids) == [0, 1]
 
 
-def test_collecting_what_a_dead_trainer_lost_may_settle_the_answers_of_others(make_sender, peers, sinks):
+def test_collect_after_a_death_may_process_the_answers_of_other_trainers(make_sender, peers, sinks):
     sender = make_sender("t0", "t1")
     held = peers.hold("t0", "buffer_extend")
     sender.send(parcels(0, 2))
-    sender.send(parcels(2, 2))  # two sends to each are in flight, as many as may be
+    sender.send(parcels(2, 2))  # two unacknowledged sends to each trainer, the maximum
     held.reached()
-    peers["t1"].call("buffer_extend", []).result(PATIENCE)  # calls run in order: it has answered both
+    peers["t1"].call("buffer_extend", []).result(PATIENCE)  # calls run in order, so both are answered
     peers.kill("t0")
     held.release()
     sender.collect()
@@ -140,7 +140,7 @@ def test_collecting_what_a_dead_trainer_lost_may_settle_the_answers_of_others(ma
     assert sender.num_delivered == 4
 
 
-def test_with_every_trainer_dead_the_maker_is_told(make_sender, peers):
+def test_it_is_an_error_if_all_trainers_died(make_sender, peers):
     sender = make_sender("t0")
     sender.send(parcels(0, 1))
     sender.flush()
@@ -155,9 +155,9 @@ def test_a_trainer_name_that_does_not_exist_is_named(make_sender):
         make_sender("t0", "no-such-trainer").send(parcels(0, 2))
 
 
-def test_no_more_sends_are_open_than_allowed(make_sender, peers, sinks):
+def test_the_number_of_unacknowledged_sends_is_bounded(make_sender, peers, sinks):
     timeline = Timeline()
-    sender = make_sender("t0", max_in_flight=2, timeline=timeline)
+    sender = make_sender("t0", max_unacknowledged=2, timeline=timeline)
     held = peers.hold("t0", "buffer_extend")
     sender.send(parcels(0, 1))
     sender.send(parcels(1, 1))
@@ -170,11 +170,11 @@ def test_no_more_sends_are_open_than_allowed(make_sender, peers, sinks):
     third.join(PATIENCE)
     sender.flush()
     assert sinks["t0"].sample_ids == [0, 1, 2]
-    # Those of this thread, two at the end; what the background waited is not the loop's.
+    # Only this thread's waits count, not those in the background.
     assert [span.what for span in timeline.since(0).records] == ["wait_room"] * 2
 
 
-def test_there_is_room_when_all_that_was_sent_has_been_answered(make_sender, peers):
+def test_there_is_room_when_every_send_has_been_answered(make_sender, peers):
     sender = make_sender("t0", "t1")
     assert sender.has_room()
     held = peers.hold("t0", "buffer_extend")
@@ -183,13 +183,13 @@ def test_there_is_room_when_all_that_was_sent_has_been_answered(make_sender, pee
     assert not sender.has_room()
     assert len(peers["t0"].calls) == 1
     held.release()
-    peers["t0"].call("buffer_extend", []).result(PATIENCE)  # calls run in order: the one before has ended
+    peers["t0"].call("buffer_extend", []).result(PATIENCE)  # calls run in order, so the previous one has ended
     peers["t1"].call("buffer_extend", []).result(PATIENCE)
     assert sender.has_room()
 
 
 def test_items_that_wait_for_room_at_a_trainer_that_dies_go_elsewhere(make_sender, peers, sinks):
-    sender = make_sender("t0", "t1", max_in_flight=1)
+    sender = make_sender("t0", "t1", max_unacknowledged=1)
     held = peers.hold("t0", "buffer_extend")
     sender.send(parcels(0, 2))
     held.reached()
@@ -203,7 +203,7 @@ def test_items_that_wait_for_room_at_a_trainer_that_dies_go_elsewhere(make_sende
     assert sorted(sinks["t1"].sample_ids) == [0, 1, 2]
 
 
-def test_after_a_stop_a_full_trainer_does_not_hold_the_maker(make_sender, peers, caplog):
+def test_after_a_stop_a_full_trainer_does_not_block_the_maker(make_sender, peers, caplog):
     held = peers.hold("t0", "buffer_extend")
     sender = make_sender("t0", should_stop=lambda: True)
     sender.send(parcels(0, 3))
@@ -232,7 +232,7 @@ def test_a_broken_connection_is_retried_with_the_same_delivery_id(make_sender, p
     assert sender.num_delivered == 2
 
 
-def test_a_call_that_never_arrived_is_sent_again(make_sender, peers, sinks):
+def test_a_call_that_never_arrived_is_retried(make_sender, peers, sinks):
     peers.drop_call("t0", "buffer_extend")
     sender = make_sender("t0")
     sender.send(parcels(0, 2))
@@ -249,9 +249,7 @@ def test_a_trainer_that_dies_while_its_connection_is_broken_is_skipped(make_send
     assert sinks["t1"].sample_ids == [0]
 
 
-def test_retries_of_a_trainer_that_stays_unreachable_do_not_put_off_the_deadline(
-    make_sender, peers, sinks, monkeypatch
-):
+def test_retries_do_not_extend_the_deadline(make_sender, peers, sinks, monkeypatch):
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
     monkeypatch.setattr("coati.experience_maker.delivery.time", clock)
@@ -259,7 +257,7 @@ def test_retries_of_a_trainer_that_stays_unreachable_do_not_put_off_the_deadline
         peers.drop_reply("t0", "buffer_extend", nth=nth)
     sender = make_sender("t0", deadlines=Deadlines(batch_seconds=10), retry_seconds=1.0)
     sender.send(parcels(0, 1))
-    with pytest.raises(DeadlineExceeded, match=r"10 s .*does not answer"):
+    with pytest.raises(DeadlineExceeded, match=r"10 s\. .*does not answer"):
         sender.flush()
     assert len(sinks["t0"].calls) == 11
 
@@ -275,7 +273,7 @@ def test_each_send_has_its_own_delivery_id(make_sender, sinks):
 
 
 @pytest.mark.parametrize("error", [DataError("not welcome"), PeerDied("its queue is gone"), DeadlineExceeded("full")])
-def test_what_a_trainer_raises_reaches_the_maker_as_it_is(make_sender, sinks, error):
+def test_an_error_of_a_trainer_is_raised_unchanged_in_the_maker(make_sender, sinks, error):
     sinks["t0"].error = error
     sender = make_sender("t0", "t1")
     sender.send(parcels(0, 1))

@@ -1,4 +1,4 @@
-"""Every way to make advantages, by hand, on two groups of two responses."""
+"""Every advantage estimator, computed by hand on two groups of two responses."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from coati.experience_maker.scoring import estimate_advantages
 
 MASK = torch.tensor([[True, True], [True, False], [True, True], [True, True]])
 SCORES = torch.tensor([1.0, 5.0, 2.0, 2.0])
-KL = torch.tensor([[1.0, 3.0], [2.0, 99.0], [0.0, 2.0], [4.0, 2.0]])  # what lies under padding does not count
+KL = torch.tensor([[1.0, 3.0], [2.0, 99.0], [0.0, 2.0], [4.0, 2.0]])  # padding holds garbage
 VALUES = torch.tensor([[0.5, 0.25], [1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
 GROUPS = torch.tensor([7, 7, 3, 3])
 
@@ -37,16 +37,16 @@ def estimate_both(kind, *, lam=1.0, critic_lam=None, adaptive_lam=0.0, scores=SC
         ("group_centered", 0.0, [[-2, -2], [2, 0], [0, 0], [0, 0]]),
         ("group_normalized", 0.0, [[-1, -1], [1, 0], [0, 0], [0, 0]]),
         ("group_over_mean", 0.0, [[-2 / 3, -2 / 3], [2 / 3, 0], [0, 0], [0, 0]]),
-        # Less what the other scored.
+        # Minus the other sample's score.
         ("leave_one_out", 0.0, [[-4, -4], [4, 0], [0, 0], [0, 0]]),
-        # Half of the KL of each response off its score: 1 - 2, 5 - 1, 2 - 1, 2 - 3.
+        # Each score minus half of the response's KL: 1 - 2, 5 - 1, 2 - 1, 2 - 3.
         ("leave_one_out", 0.5, [[-5, -5], [5, 0], [2, 2], [-2, -2]]),
         ("group_centered", 0.5, [[-2.5, -2.5], [2.5, 0], [1, 1], [-1, -1]]),
-        # Rewards to come: -0.5 and 1 - 1.5; 5 - 1; 0 and 2 - 1; -2 and 2 - 1.
+        # Returns: -0.5 and 1 - 1.5; 5 - 1; 0 and 2 - 1; -2 and 2 - 1.
         ("returns", 0.5, [[-1, -0.5], [4, 0], [1, 1], [-1, 1]]),
-        # Less the mean of the first tokens' returns: 1.5 and 0.
+        # Minus the mean of the first tokens' returns: 1.5 and 0.
         ("returns_above_group", 0.5, [[-2.5, -2], [2.5, 0], [1, 1], [-1, 1]]),
-        # With lambda 1, returns less values.
+        # With lambda 1, returns minus values.
         ("gae", 0.5, [[-1.5, -0.75], [3, 0], [1, 1], [-2, 0]]),
     ],
 )  # fmt: skip
@@ -54,7 +54,7 @@ def test_by_hand(kind, kl_coef, expected):
     torch.testing.assert_close(estimate(kind, kl_coef=kl_coef), torch.tensor(expected, dtype=torch.float32))
 
 
-def test_policy_and_critic_may_have_a_lambda_each():
+def test_policy_and_critic_may_have_different_lambdas():
     # λ = 0 for the policy: δ_0 = 0.25 - 0.5, δ_1 = 1 - 0.25;  5 - 1;  0, 2;  0, 2 - 1. λ = 1 for the critic: the score.
     settings = {"kl_reward_coef": 0.0, "gamma": 1.0}
     advantages, targets = estimate_both("gae", lam=0.0, critic_lam=1.0, **settings)

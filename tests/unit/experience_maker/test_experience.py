@@ -1,4 +1,4 @@
-"""The container between generation and learning."""
+"""`Experience`, the container between generation and training."""
 
 import dataclasses
 import doctest
@@ -35,7 +35,7 @@ EXTRA_FIELDS = (
 
 
 def tensors(batch=2, prompt=3, actions=2):
-    """The eight fields of the contract, in its order, each with values of its own."""
+    """The eight fields of the contract, in order, each with distinct values."""
     per_action = [torch.full((batch, actions), float(index)) for index in range(4)]
     return (
         torch.arange(batch * (prompt + actions)).reshape(batch, prompt + actions),
@@ -106,7 +106,7 @@ def test_sizes_of_a_batch():
 
 
 def test_to_device_moves_every_tensor_in_place_and_leaves_none_alone():
-    # The meta device is one that every machine has besides the CPU.
+    # Every machine has the meta device.
     experience = Experience(*tensors()[:6], None, None, **{**extras(), "group_ids": None})
     assert experience.to_device("meta") is None
     assert {tensor.device.type for _, tensor in experience.tensors()} == {"meta"}
@@ -129,7 +129,7 @@ def test_to_device_makes_no_graph():
     assert not experience.action_log_probs.requires_grad
 
 
-def test_pin_memory_without_cuda_changes_nothing_and_says_so_once(monkeypatch, caplog):
+def test_pin_memory_without_cuda_does_nothing_and_logs_it_once(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     base._log_no_pinning.cache_clear()
     values = tensors()
@@ -224,7 +224,7 @@ def test_maker_signature_is_that_of_the_contract():
         ExperienceMaker(None, None, None, None)
 
 
-def test_a_maker_of_ones_own_keeps_its_models():
+def test_a_custom_maker_keeps_its_models():
     class Fixed(ExperienceMaker):
         def make_experience(self, input_ids, attention_mask, **generate_kwargs):
             return Experience(*tensors())

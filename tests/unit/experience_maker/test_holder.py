@@ -24,7 +24,7 @@ from coati.ray.experience_maker_holder import MakerHolder
 from coati.rewards import FunctionReward, ModelReward, RewardScorer
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
 
-SECONDS = 60  # far more than anything here takes
+SECONDS = 60  # far longer than anything here takes
 QUICK = Deadlines(start_seconds=0.2, batch_seconds=SECONDS, grace_seconds=0.1)
 PATIENT = Deadlines(start_seconds=SECONDS, batch_seconds=SECONDS)
 
@@ -77,7 +77,7 @@ def make_holder(
 
 
 def numbered(first, count):
-    """One batch of prompts whose samples have given ids."""
+    """Return a batch of prompts with consecutive sample ids."""
     return {"input_ids": torch.full((count, 2), 3), "sample_ids": torch.arange(first, first + count)}
 
 
@@ -93,7 +93,7 @@ def plain_update(holder, seed=0, *, with_critic=True):
 
 
 def test_a_plain_holder_starts_no_ray(sinks):
-    was_started = ray.is_initialized()  # by other tests of this process
+    was_started = ray.is_initialized()  # perhaps by other tests in this process
     work(make_holder(sinks), prompts(1))
     assert ray.is_initialized() == was_started
 
@@ -146,7 +146,7 @@ def test_batches_may_be_tensors_or_dicts(sinks):
         ({}, 8),  # one pass over 2 batches of 4
         ({"num_epochs": 3}, 24),
         ({"num_epochs": 3, "num_steps": 1}, 4),
-        ({"num_epochs": 1, "num_steps": 5}, 20),  # 5 batches, over the data loader three times
+        ({"num_epochs": 1, "num_steps": 5}, 20),  # 5 batches need three passes over the data loader
     ],
 )
 def test_num_steps_wins_over_num_epochs(sinks, loop, num_made):
@@ -193,7 +193,7 @@ class NaNForFirst(TokenReward):
 @pytest.mark.parametrize(
     ("reward", "batches", "error", "message"),
     [
-        (None, [], DataError, "no batch"),
+        (None, [], DataError, "without batches"),
         (None, [{"input_ids": [[2, 3], [4]]}], DataError, "different lengths"),
         (None, ["a text"], DataError, "input_ids"),
         (Raising(), prompts(1), RewardError, "the judge is ill"),
@@ -223,7 +223,7 @@ class Numbers:
         return " ".join(map(str, ids))
 
 
-def test_a_function_scores_one_batch_while_the_loop_begins_the_next(sinks):
+def test_a_function_scores_one_batch_while_the_loop_starts_the_next(sinks):
     second_drawn = threading.Event()
 
     def patient(completions):
@@ -302,7 +302,7 @@ def test_a_callback_that_raises_names_itself(sinks):
 
 
 class Echo(ExperienceMaker):
-    """A maker with nothing but the contract's method: repeats the prompt's last token."""
+    """A maker with only the contract's method, which repeats the prompt's last token."""
 
     def make_experience(self, input_ids, attention_mask, **generate_kwargs):
         num_actions = generate_kwargs["max_new_tokens"]
@@ -311,7 +311,7 @@ class Echo(ExperienceMaker):
         return Experience(sequences, floats, floats, torch.ones(len(input_ids)), floats, floats, None, None)
 
 
-def test_a_maker_of_your_own_needs_only_make_experience(sinks):
+def test_a_custom_maker_needs_only_make_experience(sinks):
     holder = make_holder(sinks, maker=Echo)
     plain_update(holder)
     progress = work(holder, [numbered(0, 3), numbered(3, 3)])
@@ -351,7 +351,7 @@ def test_a_subclass_of_our_maker_may_change_what_it_makes(sinks):
 
     work(make_holder(["t0"], maker=Doubled), [{**numbered(40, 2), "group_ids": torch.tensor([5, 5])}])
     assert [float(item.reward) for item in sinks["t0"].items] == [42.0, 42.0]
-    assert sinks["t0"].sample_ids == [40, 41]  # the ids, and so the draws, are those of the prompts
+    assert sinks["t0"].sample_ids == [40, 41]  # the ids, and so the random draws, are those of the prompts
     assert [int(item.group_ids) for item in sinks["t0"].items] == [5, 5]
 
 

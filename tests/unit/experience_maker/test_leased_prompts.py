@@ -1,4 +1,4 @@
-"""A maker's side of leases: what it asks for, what it hands in, and what it says came to nothing."""
+"""A maker's side of leases: its requests, its deliveries, and the endings that it reports."""
 
 import pytest
 import tiny
@@ -13,7 +13,7 @@ from coati.ledger import LeaseRequest, LedgerRules
 
 
 class Trainer:
-    """The side of a trainer that grants leases and takes what was made."""
+    """The part of a trainer that grants leases and accepts items."""
 
     def __init__(self, rules):
         self.buffer, self.requests, self.error = (
@@ -30,7 +30,7 @@ class Trainer:
 
 
 class Story:
-    """A maker of batches of four samples, and its trainers; each takes four for a version."""
+    """A maker with batches of four samples, and its trainers, which need four per version."""
 
     def __init__(self, *, trainers=1, unusable=(), seconds=PATIENCE, **options):
         names = [f"trainer-{rank}" for rank in range(trainers)]
@@ -38,14 +38,14 @@ class Story:
         rules = [LedgerRules(**defaults | options, stream=rank, num_streams=trainers) for rank in range(trainers)]
         self.trainers = [Trainer(one) for one in rules]
         self.peers = ThreadPeers(**dict(zip(names, self.trainers, strict=True)))
-        self.version, self.incarnation, self.is_stopped = 0, 0, False  # as of served models
+        self.version, self.incarnation, self.is_stopped = 0, 0, False  # like those of `ServedModels`
         self.prompts = LeasedPrompts(
             tiny.NumberStream(4, unusable=unusable),
             names,
             rules[0],
             self,
             peers=self.peers,
-            maker="maker",
+            maker_name="maker",
             deadlines=Deadlines(update_seconds=seconds, batch_seconds=seconds),
             should_stop=lambda: self.is_stopped,
         )
@@ -54,9 +54,9 @@ class Story:
         pass
 
     def settle(self, batch, *, without=(), dropped=None):
-        """Hand in samples for a batch; returns what is delivered."""
+        """Make items for a batch, without the samples `without`, and return those to deliver."""
         made = [] if dropped is not None else [tiny.item(one) for one in ids(batch) if one not in without]
-        return self.prompts.attach_leases(MakerBatch(batch, dropped=dropped), made)
+        return self.prompts.attach_leases(MakerBatch(batch, drop_error=dropped), made)
 
     def deliver(self, items):
         for rank, trainer in enumerate(self.trainers):
@@ -74,7 +74,7 @@ def ids(batch):
     return None if batch is None else [sample.id for sample in batch]
 
 
-def test_a_batch_is_what_was_leased_and_what_is_made_of_it_bears_its_leases():
+def test_a_batch_holds_the_leased_prompts_and_its_items_carry_the_leases():
     story = Story()
     batch = story.prompts.poll(4)
     assert ids(batch) == [0, 1, 2, 3]
@@ -86,7 +86,7 @@ def test_a_batch_is_what_was_leased_and_what_is_made_of_it_bears_its_leases():
     assert story.prompts.poll(4) is None, "all that may be ahead is granted"
 
 
-def test_several_trainers_are_asked_for_equal_parts():
+def test_several_trainers_are_asked_for_equal_shares():
     story = Story(trainers=2)
     first, second = story.prompts.poll(4), story.prompts.poll(4)
     assert (ids(first), ids(second)) == ([0, 1, 2, 3], [4, 5, 6, 7])
@@ -94,17 +94,17 @@ def test_several_trainers_are_asked_for_equal_parts():
     assert story.waiting == [4, 4]
 
 
-def test_a_group_of_which_a_sample_is_missing_is_dropped_whole_and_the_trainer_hears_why():
+def test_a_group_with_a_missing_sample_is_dropped_whole_and_the_trainer_is_told_why():
     story = Story(group_size=2)
     items = story.settle(story.prompts.poll(4), without=[3])
     assert [int(item.sample_ids) for item in items] == [0, 1]
     assert ids(story.prompts.poll(4)) == [4, 5, 6, 7]
     assert story.endings() == [(1, "dropped by the maker")]
     story.prompts.poll(4)
-    assert story.endings() == [], "it is said once"
+    assert story.endings() == [], "endings are reported once"
 
 
-def test_of_a_batch_that_is_dropped_nothing_is_delivered_and_others_are_leased():
+def test_a_dropped_batch_delivers_nothing_and_its_leases_are_replaced():
     story = Story(lead=0)
     batch = story.prompts.poll(4)
     assert story.prompts.poll(4) is None
@@ -113,16 +113,16 @@ def test_of_a_batch_that_is_dropped_nothing_is_delivered_and_others_are_leased()
     assert story.endings() == [(number, "no reward was finite") for number in range(4)]
 
 
-def test_trainers_can_be_told_what_came_to_nothing_without_a_request_for_more():
+def test_endings_can_be_reported_without_requesting_leases():
     story = Story(lead=0)
     story.settle(story.prompts.poll(4), dropped=AllSamplesDropped("no reward was finite"))
-    story.prompts.settle()
+    story.prompts.report_endings()
     assert [number for number, _ in story.endings()] == [0, 1, 2, 3]
     assert story.trainers[0].requests[-1].wanted == 0
     assert ids(story.prompts.poll(4)) == [4, 5, 6, 7], "nothing was granted meanwhile"
 
 
-def test_prompts_that_cannot_be_used_are_given_back_with_the_reason():
+def test_unusable_prompts_end_their_leases_with_the_reason():
     story = Story(lead=0, unusable=[0, 2, 4])
     assert ids(story.prompts.poll(4)) == [1, 3]
     assert ids(story.prompts.poll(4)) == [5]
@@ -131,7 +131,7 @@ def test_prompts_that_cannot_be_used_are_given_back_with_the_reason():
 
 
 @pytest.mark.parametrize("drop", ["drop_call", "drop_reply"])
-def test_a_request_whose_answer_is_lost_is_repeated_and_grants_nothing_twice(drop):
+def test_a_request_whose_answer_is_lost_is_retried_and_grants_nothing_twice(drop):
     story = Story(unusable=[0])
     story.prompts.poll(4)
     getattr(story.peers, drop)("trainer-0", "lease")
@@ -140,8 +140,8 @@ def test_a_request_whose_answer_is_lost_is_repeated_and_grants_nothing_twice(dro
     assert story.prompts.poll(4) is None
 
 
-def test_a_lease_that_is_granted_again_to_a_maker_that_is_still_at_it_counts_for_what_is_made_anew():
-    """It stalled: its leases were released, and it gets them again before its old batch is finished."""
+def test_a_lease_regranted_to_the_maker_still_working_on_it_counts_for_the_new_grant():
+    """The maker stalled: its leases were released, and it gets them again before its old batch is finished."""
     story = Story()
     old = story.prompts.poll(4)
     story.trainers[0].buffer.release("maker", "does not respond")
@@ -157,7 +157,7 @@ def test_a_lease_that_is_granted_again_to_a_maker_that_is_still_at_it_counts_for
     assert story.waiting == [4]
 
 
-def test_a_lease_that_is_granted_again_may_come_to_nothing_both_times():
+def test_a_regranted_lease_may_be_dropped_both_times():
     story = Story()
     old = story.prompts.poll(4)
     story.trainers[0].buffer.release("maker", "does not respond")
@@ -169,7 +169,7 @@ def test_a_lease_that_is_granted_again_may_come_to_nothing_both_times():
     assert leases == [(0, 0), (0, 2), (1, 2)]
 
 
-def test_a_trainer_that_is_dead_or_not_there_grants_nothing():
+def test_a_dead_or_missing_trainer_grants_nothing():
     story = Story(trainers=2)
     story.peers.kill_at("trainer-1", "lease")
     assert ids(story.prompts.poll(4)) == [0, 2]
@@ -184,7 +184,7 @@ def test_a_trainer_that_does_not_answer_is_named():
     held.release()
 
 
-def test_what_a_trainer_raises_is_raised_with_its_name():
+def test_an_error_of_a_trainer_is_raised_with_its_name():
     story = Story()
     story.trainers[0].error = ConfigError("no leases here")
     with pytest.raises(ConfigError, match="no leases here") as caught:
@@ -192,11 +192,11 @@ def test_what_a_trainer_raises_is_raised_with_its_name():
     assert "trainer-0" in caught.value.__notes__[0]
 
 
-def test_batches_come_until_a_stop_and_new_weights_are_waited_for_in_between():
+def test_batches_come_until_a_stop_with_waits_for_new_weights_in_between():
     story = Story(lead=0, max_staleness=0)
     seen = []
 
-    def train(at_least, *, deadline_seconds):  # the maker waits, because everything is granted
+    def train(at_least, *, deadline_seconds):  # called when the maker waits, because everything is granted
         buffer = story.trainers[0].buffer
         buffer.try_sample(0.0)
         story.version += 1
@@ -204,21 +204,21 @@ def test_batches_come_until_a_stop_and_new_weights_are_waited_for_in_between():
         story.is_stopped = story.version == 3
 
     story.wait_for_version = train
-    while (batch := story.prompts.draw(4)) is not None:
+    while (batch := story.prompts.wait_for_work(4)) is not None:
         seen.append((story.version, ids(batch)))
         story.deliver(story.settle(batch))
     assert seen == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7]), (2, [8, 9, 10, 11])]
     assert [request.version for request in story.trainers[0].requests] == [0, 0, 1, 1, 2, 2]
 
 
-def test_requests_say_who_asks_for_how_much():
+def test_requests_name_the_maker_and_the_number_of_samples():
     story = Story(trainers=3, group_size=2)
     story.version = 0
     story.prompts.poll(4)
     assert story.trainers[1].requests == [LeaseRequest("maker", 1, 0, 2)], "at least one group of each"
 
 
-def test_trainers_that_answer_are_heard_of_and_a_maker_at_other_work_tells_them(monkeypatch):
+def test_answers_of_trainers_are_recorded_and_other_work_sends_heartbeats(monkeypatch):
     now = [7.0]
     monkeypatch.setattr("coati.experience_maker.work_source.time.monotonic", lambda: now[0])
     story = Story(trainers=2)
@@ -228,7 +228,7 @@ def test_trainers_that_answer_are_heard_of_and_a_maker_at_other_work_tells_them(
     assert story.prompts.last_answer == 7.0
     assert [trainer.buffer.last_progress for trainer in story.trainers] == [0.0, 0.0]
     now[0] = 8.0
-    story.prompts.settle()
+    story.prompts.report_endings()
     assert [trainer.buffer.last_progress for trainer in story.trainers] == [8.0, 8.0]
     now[0] = 9.0
     for name in ("trainer-0", "trainer-1"):

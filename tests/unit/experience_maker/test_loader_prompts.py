@@ -1,4 +1,4 @@
-"""Batches from a user's loader."""
+"""Batches of a user's data loader."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from coati.experience_maker.work_source import LoaderPrompts
 
 def drawn(*args, **kwargs):
     source = LoaderPrompts(*args, **kwargs)
-    return [len(batch) for batch in iter(lambda: source.draw(0), None)]
+    return [len(batch) for batch in iter(lambda: source.wait_for_work(0), None)]
 
 
 def test_passes_and_steps():
@@ -19,4 +19,4 @@ def test_passes_and_steps():
     assert drawn(loader, num_epochs=2) == [1, 2, 1, 2]
     assert drawn(loader, num_epochs=9, num_steps=3) == [1, 2, 1]
     with pytest.raises(DataError, match=r"dataloader_fn.* maker m"):
-        drawn(list, maker="m")
+        drawn(list, maker_name="m")

@@ -1,4 +1,4 @@
-"""The reference maker against the definitions, and everything that can be wrong with a batch of prompts."""
+"""The reference maker compared with the definitions, and every fault that a batch of prompts can have."""
 
 import dataclasses
 import inspect
@@ -40,7 +40,7 @@ def randomise_head(model, seed=5):
 
 
 class Scores(nn.Module):
-    """A hand-written reward model: the scores it was given, whatever the text."""
+    """A reward model that returns fixed scores, whatever the text."""
 
     def __init__(self, scores):
         super().__init__()
@@ -52,7 +52,7 @@ class Scores(nn.Module):
 
 @pytest.fixture
 def make_maker(llama):
-    """A maker of four different tiny models; any of them can be replaced."""
+    """Return a maker of four different tiny models, any of which can be replaced."""
 
     def make(**changes):
         settings = {
@@ -72,15 +72,15 @@ def make_experience(maker, prompts=PROMPTS, *, extra=0, **kwargs):
 
 
 def begun(maker, prompts, **options):
-    """What the loop does with a batch, up to its rewards."""
-    maker.submit(prompts, **options)
-    while maker.num_writing:
-        maker.write()
-    return maker.score()
+    """Generate and score a batch as the loop does, without waiting for rewards."""
+    maker.start_samples(prompts, **options)
+    while maker.num_generating:
+        maker.generate_tokens()
+    return maker.score_complete()
 
 
 def texts(experience):
-    """Prompt and response of each row, without padding."""
+    """Return prompt and response of each row, without padding."""
     first = experience.num_prompt_tokens
     rows = []
     for row in range(experience.num_samples):
@@ -89,7 +89,7 @@ def texts(experience):
     return rows
 
 
-# Every field, against a slow computation from the definitions
+# Every field, compared with a slow computation from the definitions
 
 
 def log_prob(model, prefix, token, temperature):
@@ -99,7 +99,7 @@ def log_prob(model, prefix, token, temperature):
 
 @pytest.mark.parametrize(("estimator", "temperature"), [("k1", 0.7), ("k3", 1.0)])
 @torch.no_grad()
-def test_every_field_is_what_its_definition_says(make_maker, estimator, temperature):
+def test_every_field_matches_its_definition(make_maker, estimator, temperature):
     kl_coef, gamma, lam = 0.3, 0.9, 0.8
     maker = make_maker(kl_coef=kl_coef, gamma=gamma, lam=lam, algorithm=AlgorithmSettings(kl_estimator=estimator))
     maker.policy_version = 7
@@ -140,7 +140,7 @@ def test_every_field_is_what_its_definition_says(make_maker, estimator, temperat
             assert not got[len(response) :].any()
         assert experience.reward[row].item() == pytest.approx(score, abs=1e-5)  # without the penalty
         lengths.append(len(response))
-    assert len(set(lengths)) > 1  # some padding was there to go wrong
+    assert len(set(lengths)) > 1  # so there was padding that could go wrong
     assert experience.sample_ids.tolist() == [0, 1, 2, 3]
     assert experience.temperatures.tolist() == pytest.approx([temperature] * 4)
     assert experience.policy_versions[experience.action_mask].eq(7).all()
@@ -204,7 +204,7 @@ def test_kl_is_zero_while_the_actor_is_the_initial_model(make_maker, llama):
     assert make_experience(make_maker(actor=actor)).kl.abs().max() > 0.01
 
 
-def test_the_engine_is_watched_and_found_exact(make_maker):
+def test_the_log_prob_gap_of_the_engine_is_measured(make_maker):
     prompts = [Sample(one, prompt) for one, prompt in enumerate(PROMPTS)]
     batch = begun(make_maker(engine="native"), prompts, max_new_tokens=6)
     assert batch.metrics["rollout/logprob_gap"].weight == int(batch.experience.action_mask[:2].sum())
@@ -224,8 +224,8 @@ def test_cut_responses_are_those_that_the_engine_cut(make_maker):
         maker, ServedModels(maker.trained_models), generate_kwargs={"max_new_tokens": 3, "eos_token_id": []}
     )
     input_ids, attention_mask = padded(PROMPTS, 0)
-    batch = pipeline.begin(parse_prompts({"input_ids": input_ids, "attention_mask": attention_mask}))
-    assert pipeline.finish(batch) is not None
+    batch = pipeline.make_batch(parse_prompts({"input_ids": input_ids, "attention_mask": attention_mask}))
+    assert pipeline.complete_batch(batch) is not None
     metrics = pipeline.record(batch, samples_kept=0)["metrics"]
     assert metrics["response/cut_fraction"].value == 0.25
 
@@ -237,11 +237,11 @@ def test_models_are_switched_to_evaluation_mode(make_maker, gpt2):
     assert make_experience(maker).kl.abs().max() < 1e-5
 
 
-# Which models and modules will do
+# Which models and modules are accepted
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_four_plain_transformers_models_will_do(request, family, llama_config):
+def test_four_plain_transformers_models_are_accepted(request, family, llama_config):
     make = request.getfixturevalue(family)
     torch.manual_seed(3)
     reward_model = LlamaForSequenceClassification(llama_config(num_labels=1)).eval()
@@ -324,14 +324,14 @@ def test_an_output_with_logits_is_a_score(make_maker):
 
 
 class Letters:
-    """A tokenizer as far as a scorer needs one: token ids as text."""
+    """A minimal tokenizer for a scorer: token ids as text."""
 
     def decode(self, ids, skip_special_tokens):
         return " ".join(map(str, ids))
 
 
 class Remembering(Reward):
-    """A reward that keeps what it was asked and pays by the length of the text."""
+    """A reward that records its requests and scores the length of the text."""
 
     name = "remembering"
 
@@ -398,7 +398,7 @@ def test_ids_must_be_one_for_each_prompt(make_maker, name):
         make_experience(make_maker(), **{name: torch.arange(3)})
 
 
-# Rewards that are no numbers
+# Rewards that are not finite numbers
 
 
 def test_a_sample_without_a_finite_reward_is_dropped_with_a_warning(make_maker, caplog):
@@ -444,10 +444,10 @@ def test_a_number_of_the_models_that_is_not_finite_costs_its_sample(make_maker, 
         [Sample(one, prompt) for one, prompt in enumerate(PROMPTS)],
         max_new_tokens=6,
     )
-    maker.finish(batch)
-    is_dropped = number != "KL" or kl_coef > 0  # where there is no penalty, nothing is made of the KL
+    maker.finalize(batch)
+    is_dropped = number != "KL" or kl_coef > 0  # without a penalty, the KL is not used
     assert batch.experience.sample_ids.tolist() == ([0, 1, 3] if is_dropped else [0, 1, 2, 3])
-    # The KL follows from the log-probs; what was wrong first is the reason.
+    # The KL is computed from the log-probs; the reason names the first fault.
     lost = {sample.id: sample.lost for sample in batch.samples if sample.lost}
     assert lost == ({2: f"no finite {number}"} if is_dropped else {})
 
@@ -464,7 +464,7 @@ def test_a_prompt_that_fills_the_context_is_dropped_and_its_neighbours_are_not_c
     prompts = [[3] * 8, [4] * 6, [5] * 5, [6, 7], [8]]
     with caplog.at_level(logging.WARNING, logger="coati.experience_maker.naive"):
         experience = make_experience(maker, prompts, max_new_tokens=4, eos_token_id=[])
-    assert "1 of 5 prompts leave no room for a response (longest 8 tokens; context 8" in caplog.text
+    assert "dropped 1 of 5 prompts: no room for a response (longest 8 tokens; context 8" in caplog.text
     assert [prompt for prompt, _ in texts(experience)] == prompts[1:]
     assert [len(response) for _, response in texts(experience)] == [2, 3, 4, 4]
     assert experience.sample_ids.tolist() == [1, 2, 3, 4]
@@ -484,7 +484,7 @@ def test_max_length_counts_each_prompt_without_its_padding(make_maker):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_text_and_numbers_do_not_depend_on_neighbours_with_another_room(request, make_maker, family):
+def test_text_and_numbers_do_not_depend_on_neighbours_with_other_limits(request, make_maker, family):
     actor = request.getfixturevalue(family)(seed=1)
     options = {"max_length": 6, "max_new_tokens": None}
     ids = torch.tensor([3, 4, 5, 6])
@@ -497,7 +497,7 @@ def test_text_and_numbers_do_not_depend_on_neighbours_with_another_room(request,
             torch.testing.assert_close(getattr(alone, name)[0], getattr(together, name)[row, :count], atol=1e-5, rtol=0)
 
 
-def test_prompts_with_one_limit_are_generated_in_one_call(make_maker):
+def test_prompts_with_equal_limits_are_generated_in_one_call(make_maker):
     class Counting(ReferenceEngine):
         num_calls = 0
 
@@ -512,7 +512,7 @@ def test_prompts_with_one_limit_are_generated_in_one_call(make_maker):
     assert maker.engine.num_calls == 2
 
 
-def test_a_model_that_does_not_say_its_context_has_no_limit(make_maker, monkeypatch):
+def test_a_model_without_a_known_context_length_has_no_limit(make_maker, monkeypatch):
     monkeypatch.setattr("coati.experience_maker.naive.context_length_of", lambda model: None)
     experience = make_experience(make_maker(), max_new_tokens=3, eos_token_id=[])
     assert experience.num_actions == 3
@@ -589,7 +589,7 @@ def test_grpo_needs_no_critic_and_keeps_the_reference_for_the_loss(make_maker):
     mask = experience.action_mask
     expected = torch.tensor([-1.0, 1.0, 0.0, 0.0])[:, None] * mask
     torch.testing.assert_close(experience.advantages, expected, atol=1e-5, rtol=0)
-    # The KL estimate (k3) is of the difference to what is kept.
+    # The KL estimate (k3) uses the log-probs that are kept.
     difference = (experience.action_log_probs - experience.reference_log_probs)[mask]
     expected = (-difference).exp() - 1 + difference
     torch.testing.assert_close(expected, experience.kl[mask], atol=1e-5, rtol=1e-5)
@@ -605,7 +605,7 @@ def test_one_bad_reward_drops_its_group(make_maker):
         grouped(scored_maker(make_maker, [NAN, 3.0, NAN, 2.0]))
 
 
-def test_dynamic_sampling_leaves_out_what_teaches_nothing(make_maker):
+def test_dynamic_sampling_drops_groups_without_signal(make_maker):
     maker = scored_maker(make_maker, [2.0, 2.0, 0.0, 1.0], "dapo")
     assert grouped(maker).group_ids.tolist() == [5, 5]
     assert grouped(scored_maker(make_maker, [2.0, 2.0, 0.0, 1.0])).num_samples == 4  # GRPO keeps them
@@ -613,15 +613,15 @@ def test_dynamic_sampling_leaves_out_what_teaches_nothing(make_maker):
         grouped(scored_maker(make_maker, [2.0, 2.0, 1.0, 1.0], "dapo"))
 
 
-def test_samples_without_signal_are_reported_with_the_next_batch_that_has_some(make_maker):
+def test_samples_without_signal_are_reported_with_the_next_batch_that_has_signal(make_maker):
     maker = scored_maker(make_maker, [2.0, 2.0, 1.0, 1.0], "dapo")
     prompts = [Sample(one, prompt, group=[3, 3, 5, 5][one]) for one, prompt in enumerate(PROMPTS)]
     with pytest.raises(NoSignal):
-        maker.finish(begun(maker, prompts, max_new_tokens=2))
+        maker.finalize(begun(maker, prompts, max_new_tokens=2))
     maker.reward_model = Scores(torch.tensor([2.0, 2.0, 0.0, 1.0]))
     for expected in (4 + 2, 2):
         batch = begun(maker, prompts, max_new_tokens=2)
-        maker.finish(batch)
+        maker.finalize(batch)
         assert batch.metrics["maker/no_signal"].value == expected
 
 
@@ -629,9 +629,9 @@ def test_samples_without_signal_are_reported_with_the_next_batch_that_has_some(m
     ("group_ids", "message"),
     [(None, "got no group_ids"), (torch.tensor([1, 1, 2, 3]), "got 2 of 3 groups with only one")],
 )
-def test_samples_that_cannot_be_compared_are_refused_before_they_are_made(make_maker, group_ids, message):
+def test_samples_that_cannot_be_compared_are_refused_before_generation(make_maker, group_ids, message):
     maker = scored_maker(make_maker, [1.0, 3.0, 2.0, 2.0])
-    maker.engine = None  # must not be asked
+    maker.engine = None  # must not be used
     with pytest.raises(DataError, match=message):
         grouped(maker, group_ids=group_ids)
 

@@ -1,4 +1,4 @@
-"""Prompts in, experience out: versions, ids, counts, and batches that come to nothing."""
+"""From prompts to experience: versions, ids, counts, and dropped batches."""
 
 import pytest
 import tiny
@@ -37,7 +37,7 @@ class FakeMaker(ExperienceMaker):
 
 
 def make(pipeline, batch):
-    return pipeline.finish(pipeline.begin(batch))
+    return pipeline.complete_batch(pipeline.make_batch(batch))
 
 
 def batch_of(size, columns=None, **ids):
@@ -59,7 +59,7 @@ def test_samples_are_numbered_on_from_the_first_id_and_options_reach_the_maker()
     columns = {"answer": ["a", "b"]}
     make(pipeline, batch_of(2, group_ids=torch.tensor([8, 9]), columns=columns))
     make(pipeline, batch_of(3))
-    first, second = pipeline.maker.calls
+    first, second = pipeline.experience_maker.calls
     assert (first["sample_ids"].tolist(), second["sample_ids"].tolist()) == ([100, 101], [102, 103, 104])
     assert first["group_ids"].tolist() == [8, 9]
     assert first["columns"] == columns
@@ -68,9 +68,9 @@ def test_samples_are_numbered_on_from_the_first_id_and_options_reach_the_maker()
 
 def test_a_maker_of_whole_batches_gets_prompts_where_its_actor_is():
     pipeline, devices = pipeline_of(), []
-    pipeline.maker.actor.to("meta")  # a device that every machine has
-    make_experience = pipeline.maker.make_experience
-    pipeline.maker.make_experience = lambda *tokens, **options: (
+    pipeline.experience_maker.actor.to("meta")  # every machine has this device
+    make_experience = pipeline.experience_maker.make_experience
+    pipeline.experience_maker.make_experience = lambda *tokens, **options: (
         devices.extend(one.device.type for one in tokens) or make_experience(*tokens, **options)
     )
     make(pipeline, batch_of(2))
@@ -80,19 +80,19 @@ def test_a_maker_of_whole_batches_gets_prompts_where_its_actor_is():
 def test_ids_of_the_batch_are_kept():
     pipeline = pipeline_of()
     make(pipeline, batch_of(2, sample_ids=torch.tensor([40, 7])))
-    assert pipeline.maker.calls[0]["sample_ids"].tolist() == [40, 7]
+    assert pipeline.experience_maker.calls[0]["sample_ids"].tolist() == [40, 7]
 
 
 def test_experience_is_labelled_with_the_version_that_serves_even_if_a_newer_one_arrives_meanwhile():
     pipeline = pipeline_of()
     pipeline.served.offer(update(3))
-    pipeline.maker.while_making = lambda: pipeline.served.offer(update(4))
+    pipeline.experience_maker.while_making = lambda: pipeline.served.offer(update(4))
     make(pipeline, batch_of(1))
-    assert pipeline.maker.policy_version == 3
+    assert pipeline.experience_maker.policy_version == 3
     assert pipeline.served.version == 4
-    pipeline.maker.while_making = lambda: None
+    pipeline.experience_maker.while_making = lambda: None
     make(pipeline, batch_of(1))
-    assert [call["version"] for call in pipeline.maker.calls] == [3, 4]
+    assert [call["version"] for call in pipeline.experience_maker.calls] == [3, 4]
 
 
 def test_counts_add_up():
@@ -103,7 +103,7 @@ def test_counts_add_up():
     assert (pipeline.num_made, pipeline.num_dropped) == (5, 6)
 
 
-def test_batch_after_batch_dropped_is_an_error_that_tells_the_last_reason():
+def test_too_many_dropped_batches_in_a_row_are_an_error_with_the_last_reason():
     # Batches of 20: five in a row are 100 samples, which is above the minimum of 64.
     pipeline = pipeline_of(*[AllSamplesDropped(f"reason {index}") for index in range(MAX_EMPTY_BATCHES)])
     for _ in range(MAX_EMPTY_BATCHES - 1):
@@ -112,7 +112,7 @@ def test_batch_after_batch_dropped_is_an_error_that_tells_the_last_reason():
         make(pipeline, batch_of(20))
 
 
-def test_replacements_that_come_one_by_one_may_fail_in_a_row_by_chance():
+def test_a_few_small_batches_in_a_row_may_be_dropped():
     pipeline = pipeline_of(*[AllSamplesDropped("bad")] * MIN_DROPPED_IN_A_ROW)
     for _ in range(MIN_DROPPED_IN_A_ROW - 1):
         assert make(pipeline, batch_of(1)) is None
@@ -134,7 +134,7 @@ def test_batches_without_signal_do_not_count_towards_faults():
     for _ in plan:
         assert make(pipeline, batch_of(64)) is None
     for _ in range(MAX_EMPTY_BATCHES - 1):
-        pipeline.maker.plan.append(AllSamplesDropped("nan"))
+        pipeline.experience_maker.plan.append(AllSamplesDropped("nan"))
         assert make(pipeline, batch_of(64)) is None
 
 
@@ -145,9 +145,9 @@ def test_one_good_batch_ends_a_row_of_dropped_ones():
     assert made.count(True) == 1
 
 
-def test_after_an_error_of_the_reward_the_models_can_be_updated():
+def test_the_models_can_be_updated_after_a_reward_error():
     pipeline = pipeline_of(RewardError("the reward broke"))
     with pytest.raises(RewardError, match="the reward broke"):
         make(pipeline, batch_of(1))
-    assert pipeline.served.offer(update(1))  # committed at once: the models are not in use
+    assert pipeline.served.offer(update(1))  # committed at once, because the models are not in use
     assert pipeline.served.version == 1

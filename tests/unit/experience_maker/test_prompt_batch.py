@@ -1,4 +1,4 @@
-"""What a data loader may hand over."""
+"""The batches that a data loader may return."""
 
 import doctest
 
@@ -25,7 +25,7 @@ def test_a_tensor_or_a_dict_of_input_ids_without_a_mask_is_unpadded(batch):
     assert (sample.tokens, sample.id, sample.group, sample.columns) == ([3, 4], UNKNOWN_ID, None, {})
 
 
-def test_further_keys_are_columns_and_ids_are_told_apart():
+def test_other_keys_are_columns_and_ids_are_recognized():
     batch = {
         "input_ids": torch.tensor([[0, 3], [4, 5]], dtype=torch.int32),
         "attention_mask": torch.tensor([[False, True], [True, True]]),
@@ -38,7 +38,7 @@ def test_further_keys_are_columns_and_ids_are_told_apart():
     assert (first.tokens, second.tokens) == ([3], [4, 5])
     assert (first.id, second.id, first.group, second.group) == (7, 8, 1, 1)
     assert (first.columns, second.columns) == ({"answer": "a", "level": 0.5}, {"answer": "b", "level": 1.5})
-    assert "input_ids" in batch  # the loader's dict is left as it was
+    assert "input_ids" in batch  # the loader's dict is unchanged
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,6 @@ def test_further_keys_are_columns_and_ids_are_told_apart():
         ({"input_ids": [[1]], "answer": 7}, "'answer' of a batch .* each of its 1 prompts, got int"),
     ],
 )
-def test_a_bad_batch_is_an_error_that_says_what_came(batch, message):
+def test_a_bad_batch_is_an_error_that_names_what_it_got(batch, message):
     with pytest.raises(DataError, match=message):
         parse_prompts(batch)

@@ -1,4 +1,4 @@
-"""Samples on which a reward fails: their groups are left out, written down, counted, limited and accounted for."""
+"""Samples on which a reward fails: their groups are quarantined, recorded, counted, limited and accounted for."""
 
 from types import SimpleNamespace
 
@@ -33,7 +33,7 @@ class Numbers:
 
 
 class Prompts:
-    """Four groups at a time; the column `number` has the id of each sample."""
+    """Batches of four groups; the column `number` holds the id of each sample."""
 
     samples_per_batch = 8
     skipped = SimpleNamespace(total=lambda: 0)
@@ -73,12 +73,12 @@ class Rig:
             self.fates.append((lease.number, fate, reason)),
             drop(lease, reason, fate=fate, now=now),
         )
-        self.prompts = LeasedPrompts(Prompts(), ["t"], RULES, served, peers=LocalPeers(t=self.buffer), maker="m")
+        self.prompts = LeasedPrompts(Prompts(), ["t"], RULES, served, peers=LocalPeers(t=self.buffer), maker_name="m")
 
     def make(self):
-        """Make one batch, and ask for the next."""
-        batch = self.pipeline.begin(self.prompts.poll(8))
-        experience = self.pipeline.finish(batch)
+        """Make one batch and request the next."""
+        batch = self.pipeline.make_batch(self.prompts.poll(8))
+        experience = self.pipeline.complete_batch(batch)
         self.buffer.extend(
             self.prompts.attach_leases(batch, [] if experience is None else split_experience_batch(experience))
         )
@@ -87,7 +87,7 @@ class Rig:
 
 
 @pytest.mark.parametrize("is_host_work", [True, False])
-def test_a_group_with_a_bad_sample_is_left_out_as_a_whole_and_its_lease_says_why(llama, is_host_work):
+def test_a_group_with_a_bad_sample_is_quarantined_whole_with_the_reason(llama, is_host_work):
     rig = Rig(llama, bad=[2, 7], is_host_work=is_host_work)
     batch = rig.make()
     assert batch.experience.sample_ids.tolist() == [0, 1, 4, 5]
@@ -96,7 +96,7 @@ def test_a_group_with_a_bad_sample_is_left_out_as_a_whole_and_its_lease_says_why
     assert (first, second, fate) == (1, 3, "quarantine")
     assert reason.startswith("Reward function 'judge' raised KeyError: 'no 2' (at ")
     assert reason.endswith(" (samples 2)")
-    assert [sample.id for sample in rig.again] == [8, 9, 10, 11]  # others take their place
+    assert [sample.id for sample in rig.again] == [8, 9, 10, 11]  # replacements
     assert (rig.pipeline.num_made, rig.pipeline.num_dropped, rig.pipeline.num_quarantined) == (4, 0, 4)
     metrics = rig.pipeline.record(batch, samples_kept=0)["metrics"]
     assert (metrics["maker/quarantined"].value, metrics["maker/dropped"].value) == (4.0, 0.0)
@@ -108,7 +108,7 @@ def test_a_warning_says_on_how_many_samples_it_failed(llama, caplog, bad, expect
     assert expected in caplog.text
 
 
-def test_what_is_written_down_has_the_input_the_completion_and_the_error(llama):
+def test_a_quarantine_record_has_the_input_the_completion_and_the_error(llama):
     (record,) = Rig(llama, bad=[2]).make().quarantined
     assert (record["sample_id"], record["group_id"], record["prompt"]) == (2, 1, "prompt 1")
     assert record["columns"] == {"number": 2}
@@ -169,9 +169,9 @@ def test_samples_without_signal_say_so(llama):
     assert rig.fates == [(0, "drop", "all samples scored the same (samples 0, 1)")]
 
 
-def test_a_batch_of_nothing_but_failures_is_in_quarantine_and_not_dropped(llama):
+def test_a_batch_of_failures_only_is_quarantined_and_not_dropped(llama):
     rig = Rig(llama, bad=range(8))
-    rig.maker.reward_model.working.add("judge")  # else the function would be at fault
+    rig.maker.reward_model.working.add("judge")  # otherwise the reward never worked, which is an error
     assert rig.make().experience is None
     assert [fate for _, fate, _ in rig.fates] == ["quarantine"] * 4
     assert (rig.pipeline.num_dropped, rig.pipeline.num_quarantined) == (0, 8)
@@ -180,17 +180,17 @@ def test_a_batch_of_nothing_but_failures_is_in_quarantine_and_not_dropped(llama)
 
 def test_over_the_budget_the_run_ends_with_the_reason(llama):
     rig = Rig(llama, bad=[2, 4, 7], max_quarantined=2)
-    batch = rig.pipeline.begin(rig.prompts.poll(8))
+    batch = rig.pipeline.make_batch(rig.prompts.poll(8))
     with pytest.raises(RewardError, match=r"3 groups .* reward.max_quarantined \(2\).*The last: .*'no 7'"):
-        rig.pipeline.finish(batch)
-    assert len(batch.quarantined) == 3  # to be written down all the same
+        rig.pipeline.complete_batch(batch)
+    assert len(batch.quarantined) == 3  # recorded nevertheless
 
 
 def test_the_budget_counts_samples_where_they_are_not_compared(llama):
     rig = Rig(llama, bad=[2, 3], max_quarantined=1, algorithm="reinforce++")
-    batch = rig.pipeline.begin(rig.prompts.poll(8))
+    batch = rig.pipeline.make_batch(rig.prompts.poll(8))
     with pytest.raises(RewardError, match=r"2 groups .* reward.max_quarantined \(1\)"):
-        rig.pipeline.finish(batch)
+        rig.pipeline.complete_batch(batch)
     assert [sample.id for sample in batch.samples if sample.is_quarantined] == [2, 3]
     rig = Rig(llama, bad=[2, 3], max_quarantined=1)
     assert {sample.unit for sample in rig.make().samples if sample.is_quarantined} == {1}
@@ -206,7 +206,7 @@ def test_the_work_loop_records_what_is_in_quarantine_before_it_fails(llama, max_
     rig, log = Rig(llama, bad=[2, 7], max_quarantined=max_quarantined), RecordLog()
     sender = SimpleNamespace(send=rig.buffer.extend, has_room=lambda: True, collect=lambda: None)
     work = iter([rig.prompts.poll(8)])
-    rig.prompts.draw = lambda room: next(work, None)
+    rig.prompts.wait_for_work = lambda room: next(work, None)
     loop = WorkLoop(rig.pipeline, rig.prompts, sender, record=log.append)
     if max_quarantined == 1:
         with pytest.raises(RewardError, match="2 groups"):

@@ -14,7 +14,7 @@ from coati.rewards import FunctionReward, Reward, RewardScorer, WeightedSum
 from coati.rewards import scorer as scorer_module
 
 PROMPTS = torch.tensor([[3, 4], [5, 6]])
-SECONDS = 30  # far more than anything here takes
+SECONDS = 30  # far longer than anything here takes
 
 
 class Numbers:
@@ -25,7 +25,7 @@ class Numbers:
 
 
 class Watched(nn.Module):
-    """A reference that tells when it is called, and may wait in the middle of it."""
+    """A reference model that calls a hook on each forward pass, which may block."""
 
     def __init__(self, model, on_call):
         super().__init__()
@@ -60,7 +60,7 @@ def test_a_function_and_the_reference_work_at_the_same_time(make, is_sum):
         reward_begun.set()
         return [1.0 if reference_begun.wait(SECONDS) else -1.0] * len(completions)
 
-    def on_reference():  # neither can end before the other has begun
+    def on_reference():  # neither can end before the other has started
         assert reward_begun.wait(SECONDS)
         reference_begun.set()
 
@@ -69,7 +69,7 @@ def test_a_function_and_the_reference_work_at_the_same_time(make, is_sum):
     assert experience.reward.tolist() == ([2.0, 2.0] if is_sum else [1.0, 1.0])
 
 
-def test_what_a_function_raises_is_raised_where_its_scores_are_wanted(make):
+def test_an_error_of_a_function_is_raised_where_its_scores_are_used(make):
     calls = []
 
     def broken(completions):
@@ -111,7 +111,7 @@ def test_a_reward_that_may_be_a_model_is_asked_after_the_models(make):
         assert calls == ["reference", threading.current_thread()]
 
 
-def test_a_function_that_asks_a_model_says_so_and_waits_its_turn(make):
+def test_a_function_that_uses_a_model_waits_its_turn(make):
     calls = []
 
     def judged(completions):
@@ -141,7 +141,7 @@ def test_a_reward_that_never_ends_is_an_error(make, monkeypatch):
         is_over.set()
 
 
-def test_what_waits_for_its_turn_is_not_late(monkeypatch):
+def test_the_deadline_of_a_queued_reward_starts_with_its_turn(monkeypatch):
     now, started, may_end = [0.0], threading.Semaphore(0), threading.Semaphore(0)
     monkeypatch.setattr(scorer_module.time, "monotonic", lambda: now[0])
 

@@ -1,4 +1,4 @@
-"""Scoring in micro-batches gives what scoring all at once does."""
+"""Scoring in micro-batches gives the same results as scoring all at once."""
 
 import dataclasses
 
@@ -52,7 +52,7 @@ def test_the_gap_is_that_of_the_first_rows_and_of_response_tokens_only(llama):
     action_mask = torch.tensor([[True, True, True], [True, False, False], [True, True, True]])
     drawn_by = exact.float()
     drawn_by[0, 1] += 0.5
-    drawn_by[1, 2] += 9.0  # not a token of the response
+    drawn_by[1, 2] += 9.0  # not a response token
     drawn_by[2, 0] += 9.0  # not a probed row
     rollout = written(sequences, drawn_by, action_mask, torch.zeros(3, 3, dtype=torch.long), temperatures)
     metrics = GapWatch().measure(actor, rollout, version=0)
@@ -63,7 +63,7 @@ def test_the_gap_is_that_of_the_first_rows_and_of_response_tokens_only(llama):
     assert GapWatch().measure(actor, nothing, version=0) == {}
 
 
-def test_an_engine_that_is_further_off_than_rounding_is_named_once(llama, caplog):
+def test_an_engine_gap_beyond_rounding_is_warned_about_once(llama, caplog):
     actor = llama()
     sequences = torch.randint(3, 11, (3, 5), generator=torch.Generator().manual_seed(0))
     exact, _ = action_logprobs(actor, sequences, None, 3)

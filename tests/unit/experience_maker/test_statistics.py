@@ -1,4 +1,4 @@
-"""Numbers that describe a batch, by hand."""
+"""Metrics of a batch, computed by hand."""
 
 import math
 from types import SimpleNamespace

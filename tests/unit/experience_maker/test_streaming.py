@@ -1,6 +1,6 @@
-"""A maker as a stream: groups go out as they end, free places are filled at once, weights come between two tokens.
+"""Continuous batching: groups are delivered as they end, free slots refilled at once, weights committed between tokens.
 
-The models are real, the engine follows a script: how long each response is, and what happens between two tokens.
+The models are real. The engine follows a script: the length of each response, and what happens between tokens.
 """
 
 import dataclasses
@@ -22,18 +22,18 @@ from coati.models import Actor, Critic
 from coati.rewards import FunctionReward, RewardScorer
 from coati.weights.served import ServedModels, VerifiedUpdate
 
-SECONDS = 30  # far more than anything here takes
+SECONDS = 30  # far longer than anything here takes
 
 
 class Nothing:
-    """A tokenizer; what was written does not matter."""
+    """A tokenizer for tests in which texts do not matter."""
 
     def decode(self, ids, skip_special_tokens):
         return ""
 
 
 class ScriptedEngine:
-    """Writes `length(sample)` tokens for each sample, one in each step, in as many places as there are."""
+    """Generates `length(sample)` tokens for each sample, one per step, in a fixed number of slots."""
 
     def __init__(self, model, length, on_step, places=64):
         self.model, self._length, self._on_step, self._places = model, length, on_step, places
@@ -76,13 +76,13 @@ class ScriptedEngine:
 
 
 class Source(WorkSource):
-    """Groups of samples with ids from 0 on, as many as there is room for."""
+    """Groups of samples with consecutive ids, as many as there is room for."""
 
     def __init__(self, total, capacity, group_size):
-        self.capacity, self.least, self._total, self._size = capacity, group_size, total, group_size
+        self.capacity, self.min_samples, self._total, self._size = capacity, group_size, total, group_size
         self.asked, self.settled, self.extra, self._first = [], [], [], 0
 
-    def draw(self, room):
+    def wait_for_work(self, room):
         self.asked.append(room)
         if self._first and self.extra:
             return self.extra.pop(0)
@@ -126,10 +126,10 @@ class Rig:
         models = actor, Critic(llama(seed=2)), scorer, Actor(llama(seed=3))
         self.maker = maker_class(*models, algorithm=algorithm, engine=self.engine)
         self.served = ServedModels(self.maker.trained_models)
-        self.pipeline = ExperiencePipeline(self.maker, self.served, in_flight=in_flight)
+        self.pipeline = ExperiencePipeline(self.maker, self.served, commit_between_tokens=in_flight)
         self.source = Source(total, capacity, group_size)
-        self.accounts = []  # what trainers were told before other work
-        self.source.settle = lambda: self.accounts.append("settle")
+        self.accounts = []  # calls that report to trainers before other work
+        self.source.report_endings = lambda: self.accounts.append("report")
         sender = SimpleNamespace(
             send=self._send,
             has_room=lambda: True,
@@ -150,9 +150,9 @@ class Rig:
         return self.sent
 
     def _await_prompts(self):
-        """So that what was asked for before a step is there after it, whatever the thread does that draws it."""
-        if self.loop._drawn is not None:
-            wait([self.loop._drawn], timeout=SECONDS)
+        """Wait for requested work, so that the test does not depend on the timing of the background thread."""
+        if self.loop._requested is not None:
+            wait([self.loop._requested], timeout=SECONDS)
 
     def offer(self, version):
         weights = {("actor", name): tensor for name, tensor in self.maker.actor.state_dict().items()}
@@ -168,33 +168,34 @@ class Rig:
 
 
 def wait_for_rewards(rig):
-    """Rewards are ready before the next step, so that deliveries depend on the script alone."""
+    """Make rewards ready before the next step, so that deliveries depend on the script alone."""
     for batch in rig.loop._pending:
         batch.scores.wait(SECONDS)
 
 
-def test_groups_go_out_as_they_end_and_their_places_are_filled():
+def test_groups_are_delivered_as_they_end_and_their_slots_are_refilled():
     rig = Rig(lambda one: 40 if one == 0 else 4, on_step=lambda _: wait_for_rewards(rig))
     sent = rig.run()
     assert sorted(one for one, _ in sent) == list(range(12))
-    assert sent[-1][0] == 0  # the long one kept nothing waiting
+    assert sent[-1][0] == 0  # the long sample did not delay the others
     assert all(step < 30 for one, step in sent if one != 0)
     assert rig.engine.num_steps == 40
     assert rig.engine.most == 4
     assert rig.source.settled == [one for one, _ in sent]
 
 
-def test_the_tail_of_a_batch_costs_nothing():
+def test_stragglers_leave_no_slots_idle():
     lengths = [2, 3, 5, 16] * 8
     rig = Rig(lengths.__getitem__, total=32, capacity=8, on_step=lambda _: wait_for_rewards(rig))
     rig.run()
     in_batches = 16 * 4
-    assert rig.engine.num_steps < 0.75 * in_batches  # 30 if no place was ever free
+    assert rig.engine.num_steps < 0.75 * in_batches  # 30 if no slot was ever idle
     assert rig.engine.most == 8
 
 
 def test_a_group_is_scored_and_sent_whole():
-    rig = Rig(lambda one: 9 if one == 5 else 1 + one % 3, group_size=4, capacity=8)
+    lengths = [9 if one == 5 else 1 + one % 3 for one in range(12)]
+    rig = Rig(lengths.__getitem__, group_size=4, capacity=8, on_step=lambda _: wait_for_rewards(rig))
     sent = [one for one, _ in rig.run()]
     groups = [sent[first : first + 4] for first in range(0, 12, 4)]
     assert sorted(map(sorted, groups)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
@@ -203,7 +204,7 @@ def test_a_group_is_scored_and_sent_whole():
     assert all(room >= 4 and room % 4 == 0 for room in rig.source.asked)
 
 
-def test_prompts_are_asked_for_when_a_good_part_of_the_places_is_free():
+def test_prompts_are_requested_when_enough_slots_are_free():
     rig = Rig(lambda one: 1 + one % 7, total=200, capacity=32)
     rig.run()
     assert rig.source.asked[0] == 32
@@ -212,27 +213,27 @@ def test_prompts_are_asked_for_when_a_good_part_of_the_places_is_free():
 
 
 class Watched(NaiveExperienceMaker):
-    """Keeps what it has scored."""
+    """Records the batches that it scores."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.scored = []
 
-    def score(self):
-        batch = super().score()
+    def score_complete(self):
+        batch = super().score_complete()
         self.scored.append((self.policy_version, batch))
         return batch
 
 
-def test_a_pass_is_over_half_of_what_is_worked_on_and_the_last_over_what_is_left():
+def test_a_pass_scores_half_of_the_samples_in_progress_and_the_last_one_the_rest():
     rig = Rig(lambda one: 1 + one % 7, total=64, capacity=16, maker_class=Watched)
     rig.run()
     sizes = [len(batch.samples) for _, batch in rig.maker.scored]
     assert sum(sizes) == 64
-    assert min(sizes[:-1]) >= 8  # also while the places run empty at the end
+    assert min(sizes[:-1]) >= 8  # also while the slots run empty at the end
 
 
-def test_slow_rewards_are_asked_for_much_at_a_time():
+def test_slow_rewards_get_large_batches():
     asked, is_over = [], threading.Event()
 
     def reward(ids):
@@ -240,8 +241,8 @@ def test_slow_rewards_are_asked_for_much_at_a_time():
         assert is_over.wait(SECONDS)
 
     class Second(Watched):
-        def score(self):
-            batch = super().score()
+        def score_complete(self):
+            batch = super().score_complete()
             if len(self.scored) == 2:
                 is_over.set()
             return batch
@@ -249,7 +250,7 @@ def test_slow_rewards_are_asked_for_much_at_a_time():
     rig = Rig(lambda one: 1 + one % 7, total=32, capacity=8, reward=reward, maker_class=Second)
     rig.run()
     assert sum(asked) == 32
-    assert asked[0] < 8 <= asked[1]  # half at first, then all that is written while the reward is busy
+    assert asked[0] < 8 <= asked[1]  # half at first, then all that completes while the reward is busy
 
 
 def test_a_few_complete_groups_do_not_wait_long():
@@ -266,7 +267,7 @@ def test_the_engine_is_checked_once_for_each_version():
     assert len(rig.maker.scored) > 4
 
 
-def test_new_weights_write_the_next_token_of_all_and_every_token_tells():
+def test_new_weights_generate_the_next_token_of_every_sample_and_versions_record_it():
     rig = Rig(lambda one: 6 if one < 4 else 3, total=8, on_step=lambda step: step == 2 and rig.offer(7))
     rig.run()
     for one in range(4):
@@ -284,7 +285,7 @@ def test_a_complete_group_is_scored_by_the_newest_of_the_weights_that_wrote_it()
     assert len({version for version, _ in scored}) > 4
 
 
-def test_by_whole_versions_new_weights_wait_until_what_is_written_has_ended_and_nothing_is_begun_before():
+def test_without_commits_between_tokens_new_weights_wait_until_all_samples_have_ended():
     rig = Rig(
         lambda one: 2 + one % 5,
         total=24,
@@ -298,7 +299,7 @@ def test_by_whole_versions_new_weights_wait_until_what_is_written_has_ended_and_
     assert len(set.union(*versions.values())) > 1
 
 
-def test_no_more_waits_for_rewards_than_is_worked_on_at_a_time():
+def test_the_number_of_samples_waiting_for_rewards_is_bounded():
     begun, most = [], []
     is_over = threading.Event()
 
@@ -313,14 +314,14 @@ def test_no_more_waits_for_rewards_than_is_worked_on_at_a_time():
 
     rig = Rig(lambda one: 5 if one else 60, total=24, capacity=4, reward=reward, on_step=on_step)
     rig.run()
-    assert max(most) <= 8  # as many as are worked on, and one pass more
+    assert max(most) <= 8  # the samples in progress and one more pass
     assert len(rig.sent) == 24
 
 
-def test_a_sample_that_is_leased_again_is_made_anew():
+def test_a_sample_leased_again_starts_over():
     rig = Rig(lambda one: 6, total=4, on_step=lambda step: step == 3 and rig.offer(1))
     rig.source.extra = [rig.source.batch([2, 3])]
-    # The second batch is drawn when there is room; make it so at once.
+    # The second batch is requested when there is room; make room at once.
     rig.source.capacity = 8
     rig.run()
     assert rig.engine.cancelled == [2, 3]
@@ -328,26 +329,26 @@ def test_a_sample_that_is_leased_again_is_made_anew():
     assert len(rig.versions(2)) == 6
 
 
-def test_at_a_stop_what_is_being_written_is_finished_and_nothing_else_begun():
+def test_at_a_stop_samples_in_progress_are_finished_and_no_others_start():
     rig = Rig(lambda one: 5, total=100, on_step=lambda step: step == 7 and rig.stop.set())
     sent = sorted(one for one, _ in rig.run())
     assert sent == list(range(len(sent)))
     assert 4 <= len(sent) <= 8
 
 
-def test_other_work_is_done_with_an_empty_engine_and_then_the_stream_goes_on():
+def test_other_work_runs_with_an_empty_engine_and_then_generation_continues():
     done = []
 
     class Job:
         def run(self, pipeline, tell):
             tell()
-            done.append((pipeline.num_in_work, len(rig.sent), pipeline is rig.pipeline, list(rig.accounts)))
+            done.append((pipeline.num_in_progress, len(rig.sent), pipeline is rig.pipeline, list(rig.accounts)))
 
     rig = Rig(lambda one: 3 + one % 3, total=12, capacity=4)
     rig.source.extra = [Job()]
     sent = rig.run()
     assert sorted(one for one, _ in sent) == list(range(12))
-    assert done == [(0, 4, True, ["flush", "settle", "settle"])]
+    assert done == [(0, 4, True, ["flush", "report", "report"])]
 
 
 def test_an_error_of_the_engine_ends_the_loop_after_what_was_scored_before():
@@ -360,11 +361,11 @@ def test_an_error_of_the_engine_ends_the_loop_after_what_was_scored_before():
         rig.run()
     assert {0, 1} <= {one for one, _ in rig.sent}
     rig.offer(3)
-    assert rig.served.version == 3  # the models are free
-    assert rig.pipeline.num_in_work == 0
+    assert rig.served.version == 3  # the models are not in use
+    assert rig.pipeline.num_in_progress == 0
 
 
-def test_a_maker_with_a_way_of_its_own_makes_whole_batches():
+def test_a_maker_with_its_own_make_experience_makes_whole_batches():
     batches = []
 
     class Own(NaiveExperienceMaker):

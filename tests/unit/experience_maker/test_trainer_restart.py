@@ -1,5 +1,5 @@
-"""A maker whose trainer dies and is started again, on threads: it keeps its weights, waits, and makes everything again
-with those of the new trainer."""
+"""A maker whose trainer dies and is restarted, on threads: it keeps its weights, waits, and makes everything again
+with the weights of the new trainer."""
 
 from collections import Counter
 
@@ -24,7 +24,7 @@ DEADLINES = Deadlines(start_seconds=PATIENCE, batch_seconds=PATIENCE, update_sec
 
 
 class Prompts(PromptStream):
-    """Every prompt is the same."""
+    """A stream of equal prompts."""
 
     samples_per_batch = 2
 
@@ -36,7 +36,7 @@ class Prompts(PromptStream):
 
 
 class Trainer:
-    """The part of a trainer that makers call; the weights of its versions are those of a seed."""
+    """The part of a trainer that makers call. A seed determines the weights of its versions."""
 
     def __init__(self, rules, incarnation=0):
         self.buffer = LeasedBuffer(rules, 2, incarnation=incarnation)
@@ -83,11 +83,11 @@ def test_a_maker_serves_a_new_trainer_after_all_its_weights_came(max_staleness):
     lost = first.buffer.sample(timeout_seconds=PATIENCE)
     first.buffer.mark_trained(1)
     half = first.update(1, seed=2)
-    receive(half.start(), *map(half.part, half.chunks[:2]))  # and then it dies
+    receive(half.start(), *map(half.part, half.chunks[:2]))  # then the trainer dies
     peers.kill("trainer")
     peers.add("trainer", second)
     asked = len(second.requests)
-    while len(second.requests) < asked + 3:  # it asks, and gets nothing
+    while len(second.requests) < asked + 3:  # it makes requests and gets nothing
         assert not loop.done()
     assert second.buffer.get_length() == 0
     two = second.update(0, seed=1)

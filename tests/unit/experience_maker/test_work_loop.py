@@ -20,19 +20,19 @@ from coati.rewards import FunctionReward, PendingScores, RewardScorer, WeightedS
 from coati.rollout import ReferenceEngine
 from coati.weights.served import ServedModels, VerifiedUpdate
 
-SECONDS = 30  # far more than anything here takes
+SECONDS = 30  # far longer than anything here takes
 SIZE = 2
 
 
 class Nothing:
-    """A tokenizer; the prompts come as texts, and what was written does not matter."""
+    """A tokenizer for tests in which responses do not matter; prompts come as text."""
 
     def decode(self, ids, skip_special_tokens):
         return ""
 
 
 class WatchedEngine(ReferenceEngine):
-    """Tells the story when it begins and ends, and does what the test says before each token but the first."""
+    """Records when it starts and ends, and calls a hook of the test before each token but the first."""
 
     def __init__(self, model, story, before_token):
         super().__init__(model)
@@ -53,12 +53,12 @@ class WatchedEngine(ReferenceEngine):
 
 
 class Source(WorkSource):
-    """What a test yields."""
+    """Batches that a test provides."""
 
     def __init__(self):
         self.batches, self.settled, self.num_kept_back = iter(()), [], 0
 
-    def draw(self, room):
+    def wait_for_work(self, room):
         batch = next(self.batches, None)
         return batch and parse_prompts(batch)
 
@@ -68,9 +68,9 @@ class Source(WorkSource):
 
 
 class Rig:
-    """A loop over real models, with everything around it written down. Batches have `SIZE` samples.
+    """A loop over real models, and a record of everything around it. Batches have `SIZE` samples.
 
-    `reward(first)` gives the scores of the batch whose first sample has that id; None stands for two ones.
+    `reward(first)` returns the scores of the batch whose first sample has id `first`; None stands for scores of 1.0.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Rig:
         actor = Actor(llama(seed=1))
         engine = WatchedEngine(actor, self.story, before_token)
         maker = maker_class(actor, Critic(llama(seed=2)), scorer, Actor(llama(seed=3)), engine=engine)
-        self.score, maker.score = maker.score, self._score
-        self.finish, maker.finish = maker.finish, self._finish
+        self.score, maker.score_complete = maker.score_complete, self._score
+        self.finish, maker.finalize = maker.finalize, self._finish
         self.finishing = threading.Event()
         self.served = ServedModels(maker.trained_models)
         self.pipeline = ExperiencePipeline(
@@ -131,7 +131,9 @@ class Rig:
         return {"input_ids": [[3, 4]] * SIZE, "sample_ids": ids, "prompt": list(map(str, ids))}
 
     def offer(self, version):
-        weights = {("actor", name): tensor for name, tensor in self.pipeline.maker.actor.state_dict().items()}
+        weights = {
+            ("actor", name): tensor for name, tensor in self.pipeline.experience_maker.actor.state_dict().items()
+        }
         self.served.offer(VerifiedUpdate(version=version, tensors=weights, is_full=False))
 
     def _score(self):
@@ -148,7 +150,7 @@ class Rig:
         self.story.append(f"deliver {ids[0]}")
 
 
-def test_the_next_batch_is_generated_beside_the_reward_and_the_last_one_goes_out_between_two_tokens(llama):
+def test_the_next_batch_is_generated_during_the_reward_and_the_last_one_delivered_between_tokens(llama):
     second_begun = threading.Event()
 
     def reward(first):
@@ -163,11 +165,11 @@ def test_the_next_batch_is_generated_beside_the_reward_and_the_last_one_goes_out
     told = rig.run(2)
     assert told[:5] == ["generate 0", "generated 0", "generate 2", "deliver 0", "generated 2"]
     assert told[5:] == ["deliver 2"]
-    assert rig.records[0]["metrics"]["reward/mean"].value == 1.0  # and not -1: it had begun
+    assert rig.records[0]["metrics"]["reward/mean"].value == 1.0  # not -1: the batch had started
 
 
-def test_between_tokens_nothing_is_delivered_that_would_wait_for_room(llama):
-    # The models are in use there, so that a wait would keep new weights from being committed.
+def test_nothing_that_would_block_is_delivered_between_tokens(llama):
+    # The models are in use there, so a wait would block commits of new weights.
     second_begun = threading.Event()
 
     def before_token(first):
@@ -182,16 +184,16 @@ def test_between_tokens_nothing_is_delivered_that_would_wait_for_room(llama):
     assert rig.run(2)[2:] == ["generate 2", "generated 2", "deliver 0", "deliver 2"]
 
 
-def test_what_is_ready_goes_out_before_the_next_batch(llama):
+def test_ready_batches_are_delivered_before_the_next_batch_starts(llama):
     rig = Rig(llama, lambda _: None)
-    rig.reward.is_host_work = False  # so it is ready when it is scored
+    rig.reward.is_host_work = False  # so it is ready as soon as it is scored
     assert rig.run(2)[:3] == ["generate 0", "generated 0", "deliver 0"]
 
 
 def test_batches_and_hooks_keep_their_order(llama):
     events = {first: threading.Event() for first in range(0, 8, 2)}
 
-    def reward(first):  # each waits until the next one is being generated, the last until it is wanted
+    def reward(first):  # each waits until the next batch is being generated, the last until its scores are used
         assert events[first + 2].wait(SECONDS) if first < 4 else rig.finishing.wait(SECONDS)
 
     rig = Rig(llama, reward, before_token=lambda first: events[first].set())
@@ -204,16 +206,16 @@ def test_batches_and_hooks_keep_their_order(llama):
     assert hooks == one * 3
 
 
-def test_every_finished_batch_is_settled_and_what_settles_decides_what_is_sent(llama):
+def test_the_source_accounts_for_every_batch_and_decides_what_is_sent(llama):
     rig = Rig(llama, lambda first: None if first else [float("nan")] * SIZE)
     rig.source.num_kept_back = 1
     rig.run(2)
-    assert rig.source.settled == [(0, 0), (2, 2)]  # nothing is left of the first
+    assert rig.source.settled == [(0, 0), (2, 2)]  # all of the first batch was dropped
     assert rig.sent == [3]
 
 
-def test_prompts_are_drawn_when_the_batch_before_is_scored(llama):
-    # The first batch has no scores before somebody wants them.
+def test_prompts_are_requested_when_the_previous_batch_is_scored(llama):
+    # The first batch has no scores until they are used.
     rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None)
     made_when_drawn = []
 
@@ -226,7 +228,7 @@ def test_prompts_are_drawn_when_the_batch_before_is_scored(llama):
     assert made_when_drawn == [(0, []), (1, [])]
 
 
-def test_what_is_pending_at_a_stop_is_delivered_and_nothing_else_begun(llama):
+def test_at_a_stop_pending_batches_are_delivered_and_no_others_start(llama):
     scored = threading.Event()
 
     def reward(_):
@@ -290,7 +292,7 @@ def test_a_stop_ends_the_wait_for_prompts_that_do_not_come(llama, monkeypatch):
         answers.append(run_is_over.wait(SECONDS))
 
     def wait_and_stop(futures, timeout):
-        if rig.sent:  # from inside the wait, with nothing pending
+        if rig.sent:  # called inside the wait, with nothing pending
             rig.stop.set()
         return wait(futures, timeout)
 
@@ -315,26 +317,26 @@ def test_prompts_that_do_not_come_are_waited_for_until_the_deadline(llama, monke
     with pytest.raises(DeadlineExceeded, match="batch_seconds"):
         rig.run(prompts=prompts())
     end.set()
-    assert rig.sent == [0, 1]  # what was made is not lost
+    assert rig.sent == [0, 1]  # finished work is not lost
 
 
-def test_a_source_that_is_answered_is_waited_for_beyond_the_deadline(llama, monkeypatch):
+def test_answers_of_trainers_extend_the_deadline_for_prompts(llama, monkeypatch):
     monkeypatch.setattr(work_loop, "_SLICE_SECONDS", 0.001)
     rig = Rig(llama, lambda _: None, prompts_seconds=1e-9)
-    rig.source.last_answer = time.monotonic() + SECONDS  # as if trainers answered all the time
+    rig.source.last_answer = time.monotonic() + SECONDS  # as if trainers kept answering
     looks = threading.Semaphore(0)
     rig.loop.sender.collect = looks.release
 
     def prompts():
         for first in (0, 2):
-            assert all(looks.acquire(timeout=SECONDS) for _ in range(3))  # the deadline is long over
+            assert all(looks.acquire(timeout=SECONDS) for _ in range(3))  # long after the deadline
             yield rig.batch(first)
 
     rig.run(prompts=prompts())
     assert rig.sent == [0, 1, 2, 3]
 
 
-def test_what_fails_after_an_error_does_not_hide_it(llama):
+def test_a_failure_after_an_error_does_not_hide_it(llama):
     def before_token(first):
         if first == 2:
             raise ZeroDivisionError("the cause")
@@ -351,7 +353,7 @@ def test_what_fails_after_an_error_does_not_hide_it(llama):
 
 
 def test_an_error_of_the_next_prompts_comes_after_the_batch_before(llama):
-    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None)  # has no scores before somebody wants them
+    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None)  # no scores until they are used
 
     def prompts():
         yield rig.batch(0)
@@ -367,15 +369,15 @@ def test_an_error_of_the_next_batch_comes_after_the_batch_before(llama):
         if first == SIZE:
             raise ZeroDivisionError("no such token")
 
-    # The first batch has no scores before somebody wants them, so it is pending when the second one fails.
+    # The first batch has no scores until they are used, so it is pending when the second one fails.
     rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None, before_token=before_token)
     with pytest.raises(ZeroDivisionError, match="no such token"):
         rig.run(2)
     assert rig.sent == [0, 1]
 
 
-def test_prompts_are_all_drawn_on_one_thread(llama):
-    # Databases and the like stay on the thread that opened them, whether a reward is slow or not.
+def test_all_prompts_are_requested_on_one_thread(llama):
+    # For example, some database connections must be used on the thread that opened them.
     threads, second_begun = set(), threading.Event()
 
     def prompts():
@@ -389,17 +391,17 @@ def test_prompts_are_all_drawn_on_one_thread(llama):
         before_token=lambda first: first and second_begun.set(),
     )
     told = rig.run(prompts=prompts())
-    assert told.index("generate 2") < told.index("deliver 0")  # it was pending when the second batch was drawn
+    assert told.index("generate 2") < told.index("deliver 0")  # it was pending when the second batch was requested
     assert len(threads) == 1
     assert threading.get_ident() not in threads
 
 
-def test_each_record_tells_of_its_own_batch(llama):
+def test_each_record_describes_its_own_batch(llama):
     third_begun, offered = threading.Event(), threading.Event()
 
     def reward(first):
         if first == 2:
-            rig.offer(7)  # for the third, which begins before this one ends
+            rig.offer(7)  # for the third batch, which starts before this one ends
             offered.set()
             assert third_begun.wait(SECONDS)
         return [float(first), float(first)]
@@ -424,7 +426,7 @@ def test_each_record_tells_of_its_own_batch(llama):
     assert [one["maker/samples"].value for one in metrics] == [2.0, 2.0, 2.0]
 
 
-def test_waiting_for_a_reward_is_a_cause_of_its_own(llama, monkeypatch):
+def test_waiting_for_a_reward_is_an_activity_of_its_own(llama, monkeypatch):
     waiting, wait = threading.Event(), PendingScores.wait
     monkeypatch.setattr(PendingScores, "wait", lambda self, seconds: (waiting.set(), wait(self, seconds)))
     rig = Rig(llama, lambda _: waiting.wait(SECONDS) and None)

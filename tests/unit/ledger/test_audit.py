@@ -1,4 +1,4 @@
-"""The account of a run, from journals that real ledgers wrote and from forged ones."""
+"""The account of a run, from journals of real ledgers and from forged ones."""
 
 import dataclasses
 
@@ -77,7 +77,7 @@ def test_every_group_has_one_fate_with_its_reason(tmp_path, capsys):
     assert "over the limit" in capsys.readouterr().out
 
 
-def test_what_was_made_twice_is_shown_below_the_account(tmp_path, capsys):
+def test_groups_made_twice_are_shown_below_the_account(tmp_path, capsys):
     rules = dataclasses.asdict(RULES)
     events = [
         grant(0, 1, 2), {"return": [0, 1], "reason": "slow maker", "is_slow": True}, grant(0, 1, maker="maker-1"),
@@ -91,7 +91,7 @@ def test_what_was_made_twice_is_shown_below_the_account(tmp_path, capsys):
         ("returned", "the run was resumed", 2, 4),
         ("refused", "delivered too late, or twice", 2, 4),
     ]
-    assert (account.num_made, account.num_trained) == (2, 0), "without what was refused"
+    assert (account.num_made, account.num_trained) == (2, 0), "refused groups are not counted"
     assert account.table()[-1] == ("leased", "", 3, 6)
     audit(tmp_path)
     below = capsys.readouterr().out.partition("leased")[2]
@@ -131,7 +131,7 @@ def test_a_group_that_two_trainers_have_trained_on_is_named(tmp_path):
     moved = dataclasses.asdict(rules[1])
     state = {"works": [{"number": 0}], "num_numbers": 0, "num_trained": 0}
     write(tmp_path, rules[1], [{"resume": 0, "events": 0, "rules": moved, "state": state}, grant(0), *trained])
-    assert audit_run(tmp_path).problems == ["group 0: trained by each of trainers [0, 1]"]
+    assert audit_run(tmp_path).problems == ["group 0: trained on by each of trainers [0, 1]"]
 
 
 def test_a_group_that_two_makers_hold_is_named(tmp_path):
@@ -145,7 +145,7 @@ def test_a_group_that_was_returned_may_be_granted_again(tmp_path):
 
 def test_a_group_that_was_skipped_or_never_granted_is_named(tmp_path):
     found = problems_of(tmp_path, grant(0), grant(2), {"deliver": [7]})
-    assert found == ["group 2: granted when 1 was the next", "group 7: deliver after it was never granted"]
+    assert found == ["group 2: granted, but 1 was next", "group 7: deliver after it was never granted"]
 
 
 @pytest.mark.parametrize(("bound", "is_wrong"), [(0, True), (1, False), (None, False)])

@@ -1,4 +1,4 @@
-"""A journal holds what was written, up to where it was cut; damage before the end is always noticed."""
+"""A truncated journal holds all whole records, and damage before the end is always detected."""
 
 import errno
 import logging
@@ -41,7 +41,7 @@ def joined(batches):
     return [event for batch in batches for event in batch]
 
 
-def test_what_was_written_is_read(path):
+def test_events_are_read_as_written(path):
     data = written(path)
     content = read_journal(path)
     assert (content.run, content.rules, content.events) == ("a-run", RULES, joined(BATCHES))
@@ -102,7 +102,7 @@ def test_flipped_bytes_are_noticed(path):
         except CheckpointError as error:
             assert str(path) in str(error)  # noqa: PT017
             continue
-        # Only with no good record after the damage, and then nothing that was damaged is returned.
+        # Allowed only without a good record after the damage; no damaged event is returned.
         assert first >= end_of_header
         assert content.num_cut > 0
         assert content.num_bytes <= first
@@ -165,7 +165,7 @@ def test_a_file_that_may_not_grow_stays_readable(path):
     journal.close()
 
 
-def test_a_part_that_cannot_be_removed_is_overwritten(path, monkeypatch):
+def test_a_partial_record_that_cannot_be_removed_is_overwritten(path, monkeypatch):
     written(path, BATCHES[:1])
     journal = Journal(path, RULES, run="a-run")
     with monkeypatch.context() as patch:
@@ -197,7 +197,7 @@ def test_another_run_or_other_rules_are_refused(path):
     assert path.read_bytes() == data
 
 
-def test_what_is_not_a_journal_is_refused_and_left_alone(path):
+def test_a_file_that_is_not_a_journal_is_refused_and_left_unchanged(path):
     path.parent.mkdir()
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         read_journal(path)

@@ -39,7 +39,7 @@ def random_world(seed: int) -> World:
 def test_random_runs_end_within_the_bound_and_give_every_group_one_fate(seeds: range) -> None:
     for seed in seeds:
         world = random_world(seed)
-        assert world.run(), f"seed {seed} stands still: {[ledger.blocked_by() for ledger in world.ledgers]}"
+        assert world.run(), f"seed {seed} is stuck: {[ledger.blocked_by() for ledger in world.ledgers]}"
         bound = world.rules[0].max_staleness
         assert bound is None or max(world.ages) <= bound, f"seed {seed}"
         assert world.most_in_flight <= world.rules[0].limit, f"seed {seed}"
@@ -59,21 +59,21 @@ def test_events_and_state_restore_the_same_ledger(seed: int) -> None:
         assert again.state() == ledger.state()
         restored = Ledger.restored(ledger.rules, ledger.state())
         assert restored.num_picked == ledger.num_picked
-        assert all(work.state != "open" for work in restored._works.values())
+        assert all(record.state != "open" for record in restored._records.values())
 
 
-def test_what_a_dead_maker_was_granted_after_its_release_goes_to_its_successor() -> None:
+def test_leases_granted_to_a_dead_maker_after_its_release_go_to_its_successor() -> None:
     ledger = Ledger(LedgerRules(samples_per_version=2, total_samples=2, lead=0, max_staleness=0))
     ledger.release("maker", "died")
-    (early, _) = ledger.lease(LeaseRequest("maker", 7, 0, 2), now=0.0)  # was on its way when the maker died
+    (early, _) = ledger.lease(LeaseRequest("maker", 7, 0, 2), now=0.0)  # sent before the maker died
     leases = ledger.lease(LeaseRequest("maker", 1, 0, 2), now=1.0)
     assert [lease.number for lease in leases] == [0, 1]
-    assert ledger.lease(LeaseRequest("maker", 1, 0, 2), now=2.0) == leases  # repeated
+    assert ledger.lease(LeaseRequest("maker", 1, 0, 2), now=2.0) == leases  # a retry
     assert ledger.deliver([early, *leases], now=3.0) == leases
 
 
 @pytest.mark.parametrize("first_epoch", [0, 5])
-def test_what_was_made_for_a_lease_before_a_restore_is_refused(first_epoch: int) -> None:
+def test_deliveries_for_leases_from_before_a_restore_are_refused(first_epoch: int) -> None:
     ledger = Ledger(LedgerRules(samples_per_version=2, total_samples=2))
     before = ledger.lease(LeaseRequest("maker", 1, 0, 2), now=0.0)
     restored = Ledger.restored(ledger.rules, ledger.state(), first_epoch=first_epoch)
@@ -82,18 +82,18 @@ def test_what_was_made_for_a_lease_before_a_restore_is_refused(first_epoch: int)
     assert min(lease.epoch for lease in again) >= first_epoch
     assert restored.deliver([*before, *again], now=2.0) == again
     assert restored.events[1:] == [{"refuse": [0, 1]}, {"deliver": [0, 1]}]
-    assert replayed(ledger.rules, restored.events).makers == []  # which knows all these events
+    assert replayed(ledger.rules, restored.events).makers == []  # replaying the events must work
 
 
-def test_a_version_ends_with_what_was_picked_for_it() -> None:
+def test_a_version_trains_on_the_groups_picked_for_it() -> None:
     ledger = Ledger(LedgerRules(samples_per_version=2, total_samples=8))
     ledger.deliver(ledger.lease(LeaseRequest("maker", 1, 0, 3), now=0.0), now=1.0)
     assert [ledger.pick() for _ in range(3)] == [0, 1, 2]
     ledger.mark_trained(1)
-    assert ledger.picked == [2]  # one of the next version's two
+    assert ledger.picked == [2]  # one of the two groups of the next version
 
 
-def test_a_request_that_others_have_overtaken_is_not_granted() -> None:
+def test_an_overtaken_request_is_not_granted() -> None:
     ledger = Ledger(LedgerRules(samples_per_version=8, total_samples=8))
 
     def request(ask: int, incarnation: int) -> list[Lease]:
@@ -104,7 +104,7 @@ def test_a_request_that_others_have_overtaken_is_not_granted() -> None:
     assert request(ask=2, incarnation=4) == []
     successor = request(ask=1, incarnation=9)
     assert [lease.number for lease in successor] == [0]
-    for ask in (1, 4):  # of its predecessor, which is dead
+    for ask in (1, 4):  # of its dead predecessor
         assert request(ask=ask, incarnation=4) == []
     assert request(ask=1, incarnation=9) == successor
     assert [lease.number for lease in request(ask=2, incarnation=9)] == [1]
@@ -124,10 +124,10 @@ def ledger_of_a_quick_and_a_slow_maker() -> tuple[Ledger, list[int]]:
     return ledger, [lease.number for lease in slow]
 
 
-def test_a_quick_maker_with_room_gets_the_oldest_leases_of_a_slow_one() -> None:
+def test_a_fast_maker_with_room_gets_the_oldest_leases_of_a_slow_one() -> None:
     ledger, slow = ledger_of_a_quick_and_a_slow_maker()
     assert ledger.take_back(now=8.0) == slow[:3]
-    assert ledger.take_back(now=8.0) == []  # there is no more room
+    assert ledger.take_back(now=8.0) == []  # no maker has more room
     assert ledger.lease(LeaseRequest("slow", 2, 0, 3), now=8.0) == []
     again = ledger.lease(LeaseRequest("quick", 10, 0, 3), now=8.0)
     assert [lease.number for lease in again] == slow[:3]
@@ -135,23 +135,23 @@ def test_a_quick_maker_with_room_gets_the_oldest_leases_of_a_slow_one() -> None:
     assert ledger.take_back(now=8.0) == slow[3:]
 
 
-def test_what_was_taken_back_goes_to_anyone_when_the_quick_maker_is_gone() -> None:
+def test_leases_taken_back_go_to_any_maker_when_the_fast_one_is_gone() -> None:
     ledger, slow = ledger_of_a_quick_and_a_slow_maker()
     ledger.take_back(now=8.0)
     ledger.release("quick", "died")
     assert [lease.number for lease in ledger.lease(LeaseRequest("slow", 2, 0, 3), now=8.0)] == slow[:3]
 
 
-def test_a_maker_that_gets_back_what_was_taken_from_it_holds_it_once() -> None:
+def test_a_maker_that_regains_a_lease_taken_back_holds_it_once() -> None:
     ledger, slow = ledger_of_a_quick_and_a_slow_maker()
     ledger.take_back(now=8.0)
     ledger.release("quick", "died")
-    again = ledger.lease(LeaseRequest("slow", 2, 0, 3), now=8.0)  # it makes these instead
+    again = ledger.lease(LeaseRequest("slow", 2, 0, 3), now=8.0)  # for the same groups
     assert len(ledger.deliver([*again, Lease(slow[3], 0)], now=9.0)) == 4
     for version in (1, 2):
         assert None not in [ledger.pick() for _ in range(6)]
         ledger.mark_trained(version)
-    assert len(ledger.lease(LeaseRequest("slow", 3, 2, 12), now=9.0)) == 12, "it holds nothing, and is alone"
+    assert len(ledger.lease(LeaseRequest("slow", 3, 2, 12), now=9.0)) == 12, "it holds nothing and has no rivals"
 
 
 def test_long_groups_of_equal_makers_are_left_alone() -> None:
@@ -172,7 +172,7 @@ def test_equal_makers_share_the_lead_however_much_they_ask_for() -> None:
     assert ledger.lease(LeaseRequest("one", 3, 1, 8), now=1.0) == []
 
 
-def test_a_maker_that_has_no_time_yet_is_left_its_share() -> None:
+def test_a_maker_without_measured_time_keeps_its_share() -> None:
     ledger = Ledger(LedgerRules(samples_per_version=4, total_samples=40, lead=1, max_staleness=4))
     assert ledger.lease(LeaseRequest("busy", 1, 0, 0), now=0.0) == []
     assert len(ledger.lease(LeaseRequest("first", 1, 0, 8), now=0.0)) == 4
@@ -180,7 +180,7 @@ def test_a_maker_that_has_no_time_yet_is_left_its_share() -> None:
 
 
 @pytest.mark.parametrize("makers", [2, 4])
-def test_equal_makers_that_work_in_batches_of_the_whole_lead_make_little_twice(makers: int) -> None:
+def test_equal_makers_with_batches_of_the_whole_lead_duplicate_little_work(makers: int) -> None:
     world = World(
         seed=0, speeds=[1] * makers, slots=[128] * makers, versions=20, groups_per_version=64, in_batches=True
     )
@@ -202,7 +202,7 @@ def test_a_maker_is_not_slow_because_another_delivers_first() -> None:
     assert ledger.take_back(now=10.0) == [lease.number for lease in second[:4]]
 
 
-def test_what_a_maker_delivers_too_late_shows_that_it_is_quick() -> None:
+def test_late_deliveries_count_towards_a_makers_speed() -> None:
     ledger = Ledger(LedgerRules(samples_per_version=8, total_samples=800, lead=1, max_staleness=1))
     first = ledger.lease(LeaseRequest("first", 1, 0, 8), now=0.0)
     second = ledger.lease(LeaseRequest("second", 1, 0, 8), now=0.0)
@@ -225,9 +225,9 @@ def test_what_a_maker_delivers_too_late_shows_that_it_is_quick() -> None:
     assert granted["second"] > 0.4 * granted["first"]
 
 
-def test_a_maker_that_began_slowly_gets_all_it_asks_for_if_none_is_quicker() -> None:
+def test_a_maker_that_started_slowly_gets_all_it_requests_if_none_is_faster() -> None:
     ledger = Ledger(LedgerRules(samples_per_version=4, total_samples=400, lead=1, max_staleness=1))
-    now = 100.0  # its first groups took so long: it compiled
+    now = 100.0  # its first groups took long, because it compiled
     leases = ledger.lease(LeaseRequest("maker", 1, 0, 8), now=0.0)
     for version in range(3):
         ledger.deliver(leases, now=now)

@@ -1,5 +1,5 @@
-"""A run that continues with another number of trainers: what was unfinished is divided among them, and nothing is lost,
-doubled or too old."""
+"""A run that continues with a different number of trainers: unfinished groups are divided among them, and none is lost,
+duplicated or too old."""
 
 import dataclasses
 import functools
@@ -17,11 +17,11 @@ from coati.ledger.journal import Journal, read_journal, retire_journals
 from coati.ledger.rules import Ending, LeaseRequest
 
 VERSIONS = 6
-SIZE = 2  # of a batch, and of a version
+SIZE = 2  # samples per batch and per version
 
 
 class Trainers:
-    """The buffers of a group, which makers serve as the dice decide."""
+    """The buffers of several trainers, served by makers in random order."""
 
     def __init__(self, folder, number, *, dice, max_staleness):
         self.dice, self._asks = dice, itertools.count(1)
@@ -41,7 +41,7 @@ class Trainers:
         self.trained = []
 
     def train(self, version):
-        """Make the version after this one."""
+        """Train the next version."""
         for buffer in self.buffers:
             for _ in range(200):
                 if (batch := buffer.try_sample(0.0)) is not None:
@@ -50,7 +50,7 @@ class Trainers:
             assert batch is not None, buffer.describe_wait()
             self.trained += batch.sample_ids.tolist()
         for buffer in self.buffers:
-            self._make(buffer, version)  # more than is trained on
+            self._make(buffer, version)  # more than the version needs
             buffer.mark_trained(version + 1)
 
     def _make(self, buffer, version):
@@ -73,7 +73,7 @@ class Trainers:
 
 
 def begun(folder, number, states, version, **settings):
-    """Trainers that continue from the states of others."""
+    """Return trainers that continue from the states of others."""
     trainers = Trainers(folder, number, **settings)
     for buffer in trainers.buffers:
         buffer.take_over(states)
@@ -86,7 +86,7 @@ def begun(folder, number, states, version, **settings):
 @pytest.mark.parametrize("max_staleness", [0, 2, None])
 @pytest.mark.parametrize("numbers", [(1, 2), (2, 1), (4, 1), (2, 3), (3, 2, 3), (1, 4, 1)], ids=str)
 def test_trainers_take_over_from_others(numbers, max_staleness, given_up, tmp_path):
-    """`given_up`: attempts before, from the same states, with so many trainers more."""
+    """`given_up`: for each earlier attempt from the same states, its number of extra trainers."""
     settings = {"dice": random.Random(str(numbers)), "max_staleness": max_staleness}
     version, trained, states = 2, [], []
     for step, number in enumerate(numbers):
@@ -94,7 +94,7 @@ def test_trainers_take_over_from_others(numbers, max_staleness, given_up, tmp_pa
             trainers = Trainers(tmp_path, number, **settings)
         else:
             for more in given_up:
-                if number + more != len(states):  # else they would restore their own
+                if number + more != len(states):  # otherwise they would restore their own
                     trainers = begun(tmp_path, number + more, states, version, **settings)
                     trainers.train(version)
                     trainers.close()
@@ -107,8 +107,8 @@ def test_trainers_take_over_from_others(numbers, max_staleness, given_up, tmp_pa
     assert len(trained) == len(set(trained)) == 2 * SIZE * sum(numbers)
     account = audit_run(tmp_path)
     assert account.problems == []
-    fates = {number: group.fate for stream in account.streams for number, group in stream.groups.items()}
-    assert len(fates) == sum(len(stream.groups) for stream in account.streams), "each number has one ledger"
+    fates = {number: group.fate for trainer in account.trainers for number, group in trainer.groups.items()}
+    assert len(fates) == sum(len(trainer.groups) for trainer in account.trainers), "each number has one ledger"
     assert {number for number, fate in fates.items() if fate == "trained"} == set(trained)
     next_numbers = [state["ledger"]["num_numbers"] * len(states) + stream for stream, state in enumerate(states)]
     assert fates.keys() >= set(range(min(next_numbers))), "no prompt is left out"
@@ -117,7 +117,7 @@ def test_trainers_take_over_from_others(numbers, max_staleness, given_up, tmp_pa
         assert replayed(content.first_rules, content.events).state() == state["ledger"]
 
 
-def test_a_run_that_starts_over_voids_what_trainers_that_are_gone_did(tmp_path):
+def test_a_run_that_starts_over_voids_the_journals_of_former_trainers(tmp_path):
     settings = {"dice": random.Random(0), "max_staleness": 2}
     both = Trainers(tmp_path, 2, **settings)
     both.train(0)
@@ -134,6 +134,6 @@ def test_a_run_that_starts_over_voids_what_trainers_that_are_gone_did(tmp_path):
     account = audit_run(tmp_path)
     assert account.problems == []
     trained = [
-        number for stream in account.streams for number, group in stream.groups.items() if group.fate == "trained"
+        number for trainer in account.trainers for number, group in trainer.groups.items() if group.fate == "trained"
     ]
     assert sorted(trained) == sorted(alone.trained)

@@ -294,7 +294,7 @@ def test_a_batch_deadline_names_the_makers_that_hold_leases(make_trainer):
     quick = trainer.lease(LeaseRequest("quick", 1, 0, 1))
     trainer.buffer_extend(leased_items(quick))
     assert len(slow) == len(quick) == 1
-    with pytest.raises(DeadlineExceeded, match=r"1 are there.*slow has 1"):
+    with pytest.raises(DeadlineExceeded, match=r"1 are there.*slow holds 1"):
         trainer.fit(1, 1)
 
 

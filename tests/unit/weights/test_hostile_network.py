@@ -291,7 +291,9 @@ class BusyMaker(Maker):
         super().__init__(maker.trained_models)
         self.items, self.taken, self.rejections = [], {0}, Counter()
         generate_kwargs = {"max_new_tokens": 6}
-        self._pipeline = ExperiencePipeline(maker, self.served, generate_kwargs=generate_kwargs, in_flight=in_flight)
+        self._pipeline = ExperiencePipeline(
+            maker, self.served, generate_kwargs=generate_kwargs, commit_between_tokens=in_flight
+        )
         self._generator = torch.Generator().manual_seed(seed)
         self._stop, self._made = threading.Event(), threading.Condition()
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -300,7 +302,7 @@ class BusyMaker(Maker):
     def _work(self):
         while not self._stop.is_set():
             prompts = torch.randint(2, tiny.VOCAB, (4, NUM_PROMPT_TOKENS), generator=self._generator)
-            experience = self._pipeline.finish(self._pipeline.begin(parse_prompts(prompts)))
+            experience = self._pipeline.complete_batch(self._pipeline.make_batch(parse_prompts(prompts)))
             with self._made:
                 self.items.append(split_experience_batch(experience))
                 self._made.notify_all()
