@@ -365,13 +365,13 @@ def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_
 @pytest.fixture
 def replayed(monkeypatch):
     """The loop as on a GPU, but for its graphs, which compute their step anew; returns those that were captured."""
-    monkeypatch.setattr("coati.rollout.native.loop.STEPS_PER_LOOK", 3)
+    monkeypatch.setattr("coati.rollout.native.loop.STEPS_PER_SNAPSHOT", 3)
     return as_on_a_gpu(monkeypatch)
 
 
-@pytest.mark.parametrize("looks_under_way", [1, 2, 3])
-def test_with_a_look_every_few_tokens_it_writes_the_same(replayed, looks_under_way, monkeypatch):
-    monkeypatch.setattr("coati.rollout.native.loop.LOOKS_UNDER_WAY", looks_under_way)
+@pytest.mark.parametrize("max_snapshots", [1, 2, 3])
+def test_with_a_look_every_few_tokens_it_writes_the_same(replayed, max_snapshots, monkeypatch):
+    monkeypatch.setattr("coati.rollout.native.loop.MAX_SNAPSHOTS", max_snapshots)
     model = make_model("llama")
     for request in (make_request(rows=12), with_limits(make_request(rows=12), *range(1, 8))):
         expected = generate(ReferenceEngine(model), request)
@@ -420,7 +420,7 @@ def test_responses_of_full_length_waste_no_step_whenever_the_host_looks(replayed
 
 
 def test_there_are_few_graphs_whatever_the_sizes_of_requests(replayed, monkeypatch):
-    monkeypatch.setattr("coati.rollout.native.loop.LOOKS_UNDER_WAY", 1)  # so that some end before the last look
+    monkeypatch.setattr("coati.rollout.native.loop.MAX_SNAPSHOTS", 1)  # so that some end before the last look
     model = make_model("llama")
     engine = NativeEngine(model, num_slots=11)
     for count in (11, 7, 5):
@@ -501,8 +501,8 @@ def test_an_engine_that_ran_out_of_memory_writes_what_fits_afterwards(owner, fai
 
 @pytest.mark.parametrize("most_pages", [5, 7])
 def test_pages_that_run_out_lose_no_token(most_pages, monkeypatch):
-    given_up, give_up = [], NativeEngine._give_pages_up
-    monkeypatch.setattr(NativeEngine, "_give_pages_up", lambda self, one: (given_up.append(one.id), give_up(self, one)))
+    given_up, give_up = [], NativeEngine._preempt
+    monkeypatch.setattr(NativeEngine, "_preempt", lambda self, one: (given_up.append(one.id), give_up(self, one)))
     as_on_a_gpu(monkeypatch, most_pages=most_pages)  # of 4 tokens; a text has 12 at most
     model = make_model("llama")
     for options in ({}, {"eos_token_id": []}):
@@ -578,7 +578,7 @@ def test_samples_of_a_prompt_share_the_pages_that_it_fills(monkeypatch):
 
 
 def test_texts_are_read_in_passes_of_bounded_size(monkeypatch):
-    monkeypatch.setattr("coati.rollout.native.reading.PASS_TOKENS", 8)
+    monkeypatch.setattr("coati.rollout.native.prefill.PASS_TOKENS", 8)
     read, prefill = [], Decoder.prefill
     monkeypatch.setattr(
         Decoder,

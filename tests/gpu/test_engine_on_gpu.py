@@ -20,7 +20,7 @@ from coati.models import Actor, action_logprobs
 from coati.rollout import GenerateOptions, ReferenceEngine, generate
 from coati.rollout.native import NativeEngine, decoder, loop
 from coati.rollout.native.cache import PagedCache
-from coati.rollout.native.loop import STEPS_PER_LOOK
+from coati.rollout.native.loop import STEPS_PER_SNAPSHOT
 from coati.rollout.native.operations import TorchOperations, TritonOperations
 
 SHAPE = {
@@ -117,8 +117,8 @@ def test_requests_of_all_sizes_share_few_graphs():
 def test_pages_that_run_out_lose_no_token(most_pages, monkeypatch):
     model, request = make_model(), make_request(max_new_tokens=200, eos_token_id=[2, 3])
     expected = generate(ReferenceEngine(model), request)
-    given_up, give_up = [], NativeEngine._give_pages_up
-    monkeypatch.setattr(NativeEngine, "_give_pages_up", lambda self, one: (given_up.append(one.id), give_up(self, one)))
+    given_up, give_up = [], NativeEngine._preempt
+    monkeypatch.setattr(NativeEngine, "_preempt", lambda self, one: (given_up.append(one.id), give_up(self, one)))
     monkeypatch.setattr(PagedCache, "_affordable", lambda *_: most_pages)
     monkeypatch.setattr(loop, "PAGE_SIZE", 16)
     assert_same(generate(NativeEngine(model, num_slots=12), request), expected)
@@ -201,7 +201,7 @@ def test_weights_committed_in_flight_are_read_by_the_graphs_that_exist():
     addresses = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     model.load_state_dict(old)
     looks = 0
-    num_old = 1 + 3 * STEPS_PER_LOOK  # the first token comes with the prompt
+    num_old = 1 + 3 * STEPS_PER_SNAPSHOT  # the first token comes with the prompt
 
     def commit():
         nonlocal looks

@@ -22,8 +22,8 @@ def model():
 
 @pytest.fixture
 def preempted(monkeypatch):
-    ids, give_up = [], NativeEngine._give_pages_up
-    monkeypatch.setattr(NativeEngine, "_give_pages_up", lambda self, one: (ids.append(one.id), give_up(self, one)))
+    ids, give_up = [], NativeEngine._preempt
+    monkeypatch.setattr(NativeEngine, "_preempt", lambda self, one: (ids.append(one.id), give_up(self, one)))
     return ids
 
 

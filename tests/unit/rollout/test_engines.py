@@ -33,7 +33,7 @@ def make_engine(kind, monkeypatch):
         return ReferenceEngine
     if engine != "native":
         as_on_a_gpu(monkeypatch, most_pages=12 if engine.endswith("few pages") else 64)
-        monkeypatch.setattr("coati.rollout.native.loop.STEPS_PER_LOOK", 2)
+        monkeypatch.setattr("coati.rollout.native.loop.STEPS_PER_SNAPSHOT", 2)
 
     def make(model, **settings):
         set_batch_invariant(model, engine.endswith("batch-invariant"))

@@ -97,7 +97,7 @@ def test_attention_writes_and_reads_the_cache(num_kv_heads, group, dim, norms, r
         keys, values = (random(*shape, seed=seed, dtype=dtype) for seed in (6, 7))
         attend = operations.attention(positions, pages, page_size, 1001, {"": angles})
         mixed = [attend(projected, block, keys, values) for _ in range(2)]  # a call resets its counters
-        split = operations.splitting(positions, {"": angles})(projected, block)  # as in prefill
+        split = operations.head_split(positions, {"": angles})(projected, block)  # as in prefill
         results.append((*mixed, keys, values, *split))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])

@@ -37,7 +37,7 @@ def test_missing_triton_is_reported():
 class RoundedOnce(TorchOperations):
     """Splits in float32 and, like the kernels, rounds the results of norms twice and the rest once."""
 
-    def splitting(self, positions, angles):
+    def head_split(self, positions, angles):
         def split(projected, block):
             dim, num_values = self._geometry.head_dim, self._geometry.num_kv_heads
             heads = projected.view(len(projected), -1, dim)
@@ -68,7 +68,7 @@ def test_rounding_alone_passes_the_trial_at_all_sizes(num_kv_heads, group, head_
         head_dim=head_dim, num_kv_heads=num_kv_heads, group=group, scale=head_dim**-0.5, rotary_dim=head_dim
     )
     errors = _trial_errors(RoundedOnce(size), TorchOperations(size), torch.device("cpu"), torch.bfloat16, size)
-    assert 0 < errors["splitting"] < _KERNEL_TOLERANCE[torch.bfloat16] / 2
+    assert 0 < errors["head_split"] < _KERNEL_TOLERANCE[torch.bfloat16] / 2
 
 
 @pytest.mark.parametrize("rotary_dim", [0, 8])

@@ -98,17 +98,17 @@ class PagedCache:
                 del self._of_prompts[prompt]
         return freed
 
-    def of_prompt(self, tokens: Sequence[int]) -> list[int]:
+    def prompt_pages(self, tokens: Sequence[int]) -> list[int]:
         """Return the pages that this prompt fills, if a sample has prefilled it with the current weights; else none."""
         return self._of_prompts.get(self._full_pages_of(tokens), [])
 
-    def keep_prompt(self, tokens: Sequence[int], pages: list[int]) -> None:
+    def share_prompt(self, tokens: Sequence[int], pages: list[int]) -> None:
         """Let later samples of this prompt share those of these pages that the prompt fills."""
         if (full_pages := self._full_pages_of(tokens)) and full_pages not in self._of_prompts:
             self._of_prompts[full_pages] = pages[: len(full_pages) // self.page_size]
             self._prompts[pages[0]] = full_pages
 
-    def forget_prompts(self) -> None:
+    def forget_shared_prompts(self) -> None:
         """Stop sharing prompts, because their keys and values are of older weights."""
         self._of_prompts.clear()
         self._prompts.clear()

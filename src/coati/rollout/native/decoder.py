@@ -29,7 +29,7 @@ from coati.rollout.native.operations import (
     operations_for,
     visible,
 )
-from coati.rollout.native.reading import Reading
+from coati.rollout.native.prefill import PrefillBatch
 
 # All but cuDNN's, which plans for each new batch shape: 47 ms on the host of an H200.
 _PREFILL_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -99,15 +99,15 @@ class Decoder:
         return PagedCache(len(self._body.blocks), self._geometry.num_kv_heads, self._geometry.head_dim, self.weight)
 
     @sdpa_kernel(_PREFILL_KERNELS)
-    def prefill(self, reading: Reading, cache: PagedCache, *, num_positions: int) -> Tensor:
+    def prefill(self, batch: PrefillBatch, cache: PagedCache, *, num_positions: int) -> Tensor:
         """Prefill texts into the cache; return the logits of each sample's next token, [samples, vocabulary].
 
         `num_positions` is one past the largest position that a text in the cache can have.
         """
-        attend = self._reading_attention(reading, self._rotation(num_positions))
-        hidden, delta = self._run(reading.tokens, reading.positions, attend, cache)  # [T, d] each
-        last = reading.starts[1:].long() - 1
-        return self._logits(hidden[last], delta[last])[reading.which]
+        attend = self._prefill_attention(batch, self._rotation(num_positions))
+        hidden, delta = self._run(batch.tokens, batch.positions, attend, cache)  # [T, d] each
+        last = batch.starts[1:].long() - 1
+        return self._logits(hidden[last], delta[last])[batch.which]
 
     def decode(self, tokens: Tensor, positions: Tensor, pages: Tensor, cache: PagedCache, num_positions: int) -> Tensor:
         """Append one token to each of n texts; return the logits of the next tokens, [n, vocabulary].
@@ -150,29 +150,29 @@ class Decoder:
         logits = product(self._head, self.operations.add_norm(hidden, delta, self._body.norm)[1])
         return logits if self._logit_cap is None else torch.tanh(logits / self._logit_cap) * self._logit_cap
 
-    def _reading_attention(self, reading: Reading, angles: Angles) -> Attention:
+    def _prefill_attention(self, batch: PrefillBatch, angles: Angles) -> Attention:
         """Return the attention of all layers for one prefill pass."""
         geometry = self._geometry
-        split = self.operations.splitting(reading.positions, angles)
+        split = self.operations.head_split(batch.positions, angles)
 
         def attend(projected: Tensor, block: Block, keys: Tensor, values: Tensor) -> Tensor:
             queries, new_keys, new_values = split(projected, block)
-            keys[reading.pages, :, reading.offsets] = new_keys[reading.sources]
-            values[reading.pages, :, reading.offsets] = new_values[reading.sources]
-            if reading.num_past:
-                return self._attend_with_past(queries, keys, values, reading, block.window)
+            keys[batch.pages, :, batch.offsets] = new_keys[batch.sources]
+            values[batch.pages, :, batch.offsets] = new_values[batch.sources]
+            if batch.num_past:
+                return self._attend_with_past(queries, keys, values, batch, block.window)
             options: dict[str, Any] = {"scale": geometry.scale, "window": block.window}
-            return attend_rows(queries, new_keys, new_values, reading.starts, reading.lengths, **options).flatten(1)
+            return attend_rows(queries, new_keys, new_values, batch.starts, batch.lengths, **options).flatten(1)
 
         return attend
 
     def _attend_with_past(
-        self, queries: Tensor, keys: Tensor, values: Tensor, reading: Reading, window: int | None
+        self, queries: Tensor, keys: Tensor, values: Tensor, batch: PrefillBatch, window: int | None
     ) -> Tensor:
         """Compute attention of a single text's last T tokens to the whole text, which is in the cache; [T, H·D]."""
-        positions, end = reading.positions, reading.num_past + len(reading.positions)
+        positions, end = batch.positions, batch.num_past + len(batch.positions)
         keys, values = (
-            cached[reading.past].transpose(0, 1).flatten(1, 2)[None, :, :end] for cached in (keys, values)
+            cached[batch.past].transpose(0, 1).flatten(1, 2)[None, :, :end] for cached in (keys, values)
         )  # [1, K, L, D]
         mixed = F.scaled_dot_product_attention(
             queries.transpose(0, 1).unsqueeze(0),

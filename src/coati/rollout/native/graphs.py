@@ -27,7 +27,7 @@ class StepGraphs:
         self._pool: Any = None
         self._addresses: tuple[int, ...] = ()
 
-    def keep_for(self, addresses: tuple[int, ...]) -> None:
+    def invalidate_unless(self, addresses: tuple[int, ...]) -> None:
         """Drop all graphs unless the tensors that they read are still at these addresses."""
         if addresses != self._addresses:
             self._addresses = addresses

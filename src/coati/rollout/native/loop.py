@@ -28,19 +28,19 @@ from coati.rollout.native.cache import enlarged
 from coati.rollout.native.decoder import Decoder, config_of
 from coati.rollout.native.graphs import StepGraphs, graph_size
 from coati.rollout.native.operations import TritonOperations, slot_length
-from coati.rollout.native.reading import passes, reading_of
-from coati.rollout.native.slots import Ended, Look, Place, Responses, Slots, TokenRules, on_device
+from coati.rollout.native.prefill import prefill_batch_of, prefill_passes
+from coati.rollout.native.slots import Ended, Place, Responses, Slots, Snapshot, TokenRules, on_device
 
 DEFAULT_SLOTS = 256
 # Tokens between two snapshots of a GPU's slots for the host, and the maximum number of snapshots in flight.
-STEPS_PER_LOOK = 4
-LOOKS_UNDER_WAY = 2
+STEPS_PER_SNAPSHOT = 4
+MAX_SNAPSHOTS = 2
 # Positions per page on a GPU.
 PAGE_SIZE = 64
 # Up to this length, attention on a GPU does not split texts into parts; longer texts need graphs of their own.
 SHORT_TEXT = 512
 # Share of a GPU's slots that must be free before prefill, unless fewer samples wait: small prefill passes are slow.
-READING_SHARE = 1 / 16
+PREFILL_SHARE = 1 / 16
 # Rows per product in batch-invariant prefill on a GPU.
 PREFILL_TILE = 512
 # More positions than any text has.
@@ -76,13 +76,13 @@ class NativeEngine:
         self._births = itertools.count()
         self._waiting: deque[Sample] = deque()
         self._samples: list[Sample | None] = []  # by slot, up to the last slot in use
-        self._is_moved = False  # whether the page table on the device is out of date
+        self._page_table_is_stale = False  # whether the page table on the device is out of date
         self._kept: dict[int, list[int]] = {}  # responses of ended samples that keep their slot, by id
-        self._looks: deque[Look] = deque()  # the oldest first
+        self._snapshots: deque[Snapshot] = deque()  # the oldest first
         self._ended: list[Sample] = []  # not yet returned
         self._rules: TokenRules | None = None  # of all active samples
         self._graphs = StepGraphs()
-        self._weights: tuple[int, ...] = ()  # their addresses; see `_find_weights`
+        self._weights: tuple[int, ...] = ()  # their addresses; see `_update_weight_addresses`
 
     @property
     def room(self) -> int:
@@ -126,22 +126,22 @@ class NativeEngine:
         for sample in samples:
             sample.place = Place(rules)
         self._waiting += samples
-        self._find_weights()
+        self._update_weight_addresses()
 
     @torch.no_grad()
     def advance(self) -> list[Sample]:
         """Generate a few tokens in each slot (on a CPU: one) and return samples that are known to have ended."""
         has_begun = self._admit()
         if (left := self._steps_left) > 0 and (not has_begun or self._is_captured):
-            num_steps = min(left, STEPS_PER_LOOK if self._is_captured else 1)
+            num_steps = min(left, STEPS_PER_SNAPSHOT if self._is_captured else 1)
             self._extend_pages(num_steps)
             if self._alive:
                 self._run(num_steps, self._compact())
         if self._samples:
-            self._look()
-        looks_under_way = LOOKS_UNDER_WAY if self._is_captured else 1
-        while self._looks and (len(self._looks) >= looks_under_way or self._steps_left <= 0):
-            self._take_out(self._looks.popleft().ended())
+            self._take_snapshot()
+        max_snapshots = MAX_SNAPSHOTS if self._is_captured else 1
+        while self._snapshots and (len(self._snapshots) >= max_snapshots or self._steps_left <= 0):
+            self._finish_samples(self._snapshots.popleft().ended())
         ended, self._ended = self._ended, []
         return ended
 
@@ -163,8 +163,8 @@ class NativeEngine:
             return
         self._last_version = version
         self._version.fill_(version)
-        self._find_weights()
-        self._cache.forget_prompts()
+        self._update_weight_addresses()
+        self._cache.forget_shared_prompts()
 
     def cancel(self, sample_ids: Collection[int]) -> None:
         """Drop samples; see `RolloutEngine.cancel`."""
@@ -174,11 +174,11 @@ class NativeEngine:
         for sample in self._held:
             if sample.id in gone:
                 self._kept.pop(sample.id, None)
-                self._note_broken(sample)
+                self._record_finiteness(sample)
                 self._responses.log_probs[sample.place.row] = 0
                 self._free(sample)
 
-    def _make_room(self) -> None:
+    def _enlarge_buffers(self) -> None:
         """Enlarge buffers to fit the longest waiting texts."""
         longest = max(len(sample.tokens) + sample.limit for sample in self._waiting)
         longest_response = max(sample.limit for sample in self._waiting)
@@ -194,13 +194,13 @@ class NativeEngine:
             self._responses = self._responses.enlarged(num_slots + 1, longest_response + 1)
         if self._cache.covering(longest) > num_pages:
             self._slots.pages = enlarged(self._slots.pages, num_slots, self._cache.covering(longest))
-            self._is_moved = True
+            self._page_table_is_stale = True
 
-    def _begin_pages(self, sample: Sample, num_alive: int) -> bool:
+    def _allocate_prompt_pages(self, sample: Sample, num_alive: int) -> bool:
         """Allocate pages to start a sample, leaving a spare one per active sample on a GPU; return False if too few."""
         place, cache = sample.place, self._cache
         while True:
-            shared = [] if place.pages else cache.of_prompt(sample.tokens)
+            shared = [] if place.pages else cache.prompt_pages(sample.tokens)
             # One more position: a sample that ends with its first token keeps writing there until the host knows.
             # Preemption would change a sample's bits: batch-invariant samples reserve pages for their whole length.
             num_more = sample.limit if self._is_invariant else len(place.written) + 1
@@ -209,11 +209,11 @@ class NativeEngine:
                 break
             if num_alive:
                 return False
-            self._free_some_pages(sample)
+            self._reclaim_pages(sample)
         is_read_whole, place.num_shared = not place.pages, len(shared)
         place.pages += [*cache.use(shared), *cache.take(missing)]
         if is_read_whole:
-            cache.keep_prompt(sample.tokens, place.pages)
+            cache.share_prompt(sample.tokens, place.pages)
         return True
 
     def _extend_pages(self, num_steps: int) -> None:
@@ -222,17 +222,17 @@ class NativeEngine:
             place, end = sample.place, len(sample.tokens) + sample.limit - 1
             missing = self._cache.covering(min(end, end - place.left + num_steps)) - len(place.pages)
             while missing > 0 and _is_alive(sample) and not self._cache.has_free(missing):
-                self._free_some_pages(sample)
+                self._reclaim_pages(sample)
             if missing > 0 and _is_alive(sample):
                 place.pages += self._cache.take(missing)
-                self._is_moved = True
+                self._page_table_is_stale = True
 
-    def _free_some_pages(self, sample: Sample) -> None:
+    def _reclaim_pages(self, sample: Sample) -> None:
         """Free pages for this sample: those of ended samples, else those of a kept sample, else of the youngest."""
         num_ended = len(self._ended)
-        self._look()  # a sample that started after the last snapshot may have ended with its first token
-        while self._looks:
-            self._take_out(self._looks.popleft().ended())
+        self._take_snapshot()  # a sample that started after the last snapshot may have ended with its first token
+        while self._snapshots:
+            self._finish_samples(self._snapshots.popleft().ended())
         if len(self._ended) > num_ended:
             return
         having = [one for one in self._held if one.place.pages]
@@ -242,18 +242,18 @@ class NativeEngine:
                 f"{max(0, self._cache.num_pages - 1)} pages of {self._cache.page_size} tokens, half of the GPU's free "
                 "memory. Use a smaller rollout.max_new_tokens, or a GPU with more memory."
             )
-        self._give_pages_up(max(having, key=lambda one: (one.is_over, one.place.born)))
+        self._preempt(max(having, key=lambda one: (one.is_over, one.place.born)))
 
-    def _give_pages_up(self, sample: Sample) -> None:
+    def _preempt(self, sample: Sample) -> None:
         """Release a sample's pages; if it has not ended, queue it to be prefilled again (preemption)."""
         place = sample.place
-        self._note_broken(sample)
+        self._record_finiteness(sample)
         self._release(sample)
         if not sample.is_over:
             place.written = self._responses.tokens[place.row, : self._slots.steps[place.slot]].tolist()
             self._waiting.appendleft(sample)
 
-    def _note_broken(self, sample: Sample) -> None:
+    def _record_finiteness(self, sample: Sample) -> None:
         """Record whether non-finite weights have written to the pages of a sample, unless already known."""
         place = sample.place
         place.is_finite = place.is_finite and bool(self._responses.log_probs[place.row].isfinite().all())
@@ -266,7 +266,7 @@ class NativeEngine:
             for tensor in self._cache.tensors():
                 tensor[freed] = 0
         place.pages, place.num_cached, place.num_shared, place.is_finite = [], 0, 0, True
-        self._is_moved = True
+        self._page_table_is_stale = True
 
     # Admission and completion
 
@@ -274,27 +274,27 @@ class NativeEngine:
         """Start waiting samples as far as slots and pages allow; return False if none started."""
         used = len(self._samples)
         free = deque(slot for slot in range(self._max_slots) if slot >= used or self._samples[slot] is None)
-        least = self._max_slots * READING_SHARE if self._is_captured and self._alive else 1
+        least = self._max_slots * PREFILL_SHARE if self._is_captured and self._alive else 1
         if not self._waiting or (self._waiting[0].place.slot < 0 and len(free) < min(least, len(self._waiting))):
             return False
-        self._make_room()
+        self._enlarge_buffers()
         num_alive, new = len(self._alive), list[Sample]()
         while self._waiting and (free or self._waiting[0].place.slot >= 0) and self._may_begin(self._waiting[0]):
-            if not self._begin_pages(sample := self._waiting[0], num_alive + len(new)):
+            if not self._allocate_prompt_pages(sample := self._waiting[0], num_alive + len(new)):
                 break
             self._waiting.popleft()
             place, self._rules = sample.place, sample.place.rules
             if place.slot < 0:
                 place.slot, place.row, place.born = free.popleft(), self._free_rows.pop(), next(self._births)
                 self._samples += [None] * (place.slot + 1 - len(self._samples))
-            self._samples[place.slot], self._is_moved = sample, True
+            self._samples[place.slot], self._page_table_is_stale = sample, True
             place.left = sample.limit - 1 - len(place.written)
             new.append(sample)
-        for samples in passes(new):
-            reading = reading_of(samples, self._cache.page_size, self._device)
+        for samples in prefill_passes(new):
+            batch = prefill_batch_of(samples, self._cache.page_size, self._device)
             num_positions = self._slots.pages.shape[1] * self._cache.page_size
             with products_of(PREFILL_TILE if self._is_invariant else 0):
-                logits = self._decoder.prefill(reading, self._cache, num_positions=num_positions)
+                logits = self._decoder.prefill(batch, self._cache, num_positions=num_positions)
             self._begin(samples, logits)
         return bool(new)
 
@@ -318,11 +318,11 @@ class NativeEngine:
         mine.stop_states[slots], mine.limits[slots] = states, limits
         mine.alive[slots] = ~is_end & (steps + 1 < limits)
 
-    def _look(self) -> None:
+    def _take_snapshot(self) -> None:
         state = self._responses.state(self._slots, len(self._samples))
-        self._looks.append(Look(state, [one if one and one.place.pages else None for one in self._samples]))
+        self._snapshots.append(Snapshot(state, [one if one and one.place.pages else None for one in self._samples]))
 
-    def _take_out(self, ended: Sequence[Ended]) -> None:
+    def _finish_samples(self, ended: Sequence[Ended]) -> None:
         """Store the responses of samples that have ended, and free their slots."""
         if not ended:
             return
@@ -345,7 +345,7 @@ class NativeEngine:
         sample.is_over, self._samples[sample.place.slot] = True, None
         self._free_rows.append(sample.place.row)
 
-    def _find_weights(self) -> None:
+    def _update_weight_addresses(self) -> None:
         if self._is_captured:
             self._weights = self._decoder.join_weights()
 
@@ -366,14 +366,14 @@ class NativeEngine:
                 tensor[: len(held)] = tensor[order]
             for slot, sample in enumerate(held):
                 sample.place.slot = slot
-            self._samples, self._is_moved = [*held], True
+            self._samples, self._page_table_is_stale = [*held], True
         return size
 
     def _run(self, num_steps: int, count: int) -> None:
         """Run `num_steps` steps with the first `count` slots."""
-        if self._is_moved:
+        if self._page_table_is_stale:
             self._slots.place([one.place.pages if one else [] for one in self._samples])
-            self._is_moved = False
+            self._page_table_is_stale = False
         rules, alive, most = self._rules, self._alive, self._slots.pages.shape[1] * self._cache.page_size
         assert rules is not None
         # One past the largest position.
@@ -390,7 +390,7 @@ class NativeEngine:
         if self._is_invariant:
             length = UNBOUNDED  # the split into parts must not depend on the longest text
         buffers = (*self._cache.tensors(), *self._slots.tensors(), *vars(self._responses).values())
-        self._graphs.keep_for((*self._weights, *(tensor.data_ptr() for tensor in buffers)))
+        self._graphs.invalidate_unless((*self._weights, *(tensor.data_ptr() for tensor in buffers)))
         self._graphs.replay(
             (count, length, rules.key),
             lambda: self._step(count, length, rules),

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Attention = Callable[[Tensor, Any, Tensor, Tensor], Tensor]
 """(projected, block, keys, values): append the new tokens to the cache [P, K, S, D] and attend; returns [n, H·D]."""
-Splitting = Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
+HeadSplit = Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
 """(projected, block): queries [T, H, D], keys and values [T, K, D], normalised if the block does so, and rotated."""
 Angles = dict[str, tuple[Tensor, Tensor]]
 """cos and signed sin of every position, [L, D] each, by `Block.rotation`."""
@@ -65,7 +65,7 @@ class TorchOperations:
         gate, up = both.chunk(2, dim=-1)
         return self.activated(gate, activation) * up
 
-    def splitting(self, positions: Tensor, angles: Angles) -> Splitting:
+    def head_split(self, positions: Tensor, angles: Angles) -> HeadSplit:
         """Return the function by which all layers split their projections of tokens at these positions."""
         num_values, rotary_dim = self._geometry.num_kv_heads, self._geometry.rotary_dim
         turns = {kind: (cos[positions, None], sin[positions, None]) for kind, (cos, sin) in angles.items()}
@@ -77,7 +77,7 @@ class TorchOperations:
                 parts = zip(block.head_norms, (turned[:, :-num_values], turned[:, -num_values:]), strict=True)
                 turned = torch.cat([normed(norm, part) for norm, part in parts], dim=1)
             if rotary_dim:
-                turned = _turned(turned, *turns[block.rotation], rotary_dim)
+                turned = _rotated_heads(turned, *turns[block.rotation], rotary_dim)
             return turned[:, :-num_values], turned[:, -num_values:], values
 
         return split
@@ -90,7 +90,7 @@ class TorchOperations:
         `num_positions` is one past the largest position.
         """
         geometry, count = self._geometry, len(positions)
-        split = self.splitting(positions, angles)
+        split = self.head_split(positions, angles)
         new_pages = pages.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1)
         offsets = positions % page_size
         calls = _attention_calls(positions, num_positions, pages.shape[1] * page_size)
@@ -182,8 +182,8 @@ class TritonOperations(TorchOperations):
         """Return tokens drawn by inverse CDF, and their log-probs at a temperature, [n] each."""
         return self._kernels.draw(logits, uniforms, temperature)
 
-    def splitting(self, positions: Tensor, angles: Angles) -> Splitting:
-        """Return the function by which all layers split their projections; see `TorchOperations.splitting`."""
+    def head_split(self, positions: Tensor, angles: Angles) -> HeadSplit:
+        """Return the function by which all layers split their projections; see `TorchOperations.head_split`."""
         geometry, num_kv_heads = self._geometry, self._geometry.num_kv_heads
 
         def split(projected: Tensor, block: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -292,7 +292,7 @@ def _trial_errors(
             {
                 "add_norm": torch.cat(run.add_norm(hidden, delta, norm)),
                 "gated": run.gated(both, nn.SiLU()),
-                "splitting": torch.cat([*run.splitting(positions, {"": angles})(projected, blocks[1])], dim=1),
+                "head_split": torch.cat([*run.head_split(positions, {"": angles})(projected, blocks[1])], dim=1),
                 "attention": torch.cat([*mixed, keys.flatten(), values.flatten()]),
                 "draw": torch.cat([part.double() for part in drawn]),
             }
@@ -322,7 +322,7 @@ def _rms(norm: Any) -> tuple[float, bool]:
     return (norm.variance_epsilon, False) if hasattr(norm, "variance_epsilon") else (norm.eps, True)
 
 
-def _turned(heads: Tensor, cos: Tensor, signed_sin: Tensor, rotary_dim: int) -> Tensor:
+def _rotated_heads(heads: Tensor, cos: Tensor, signed_sin: Tensor, rotary_dim: int) -> Tensor:
     """Apply rotary embeddings: heads · cos + (heads with swapped halves) · signed sin."""
     other, rest = heads[..., :rotary_dim].roll(rotary_dim // 2, dims=-1), heads[..., rotary_dim:]
     if rotary_dim < heads.shape[-1]:

@@ -178,7 +178,7 @@ class Ended(NamedTuple):
     is_finite: bool
 
 
-class Look:
+class Snapshot:
     """A snapshot of the slots, copied to the host while the device continues."""
 
     def __init__(self, state: Tensor, samples: list[Sample | None]) -> None:

@@ -15,7 +15,7 @@ from coati.rollout.native.slots import on_device
 PASS_TOKENS = 16384
 
 
-class Reading(NamedTuple):
+class PrefillBatch(NamedTuple):
     """Texts that one pass prefills, packed end to end: T tokens and W writes to the cache, some to several samples."""
 
     tokens: Tensor  # [T]
@@ -35,7 +35,7 @@ def text_of(sample: Sample) -> list[int]:
     return [*sample.tokens[sample.place.num_cached :], *sample.place.written]
 
 
-def passes(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+def prefill_passes(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
     """Yield the samples of each pass, in order; a sample with tokens in the cache is a pass by itself."""
     together: list[Sample] = []
     num_tokens, last = 0, list[int]()
@@ -52,7 +52,7 @@ def passes(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
         yield together
 
 
-def reading_of(samples: Sequence[Sample], page_size: int, device: torch.device) -> Reading:
+def prefill_batch_of(samples: Sequence[Sample], page_size: int, device: torch.device) -> PrefillBatch:
     """Build the pass that prefills these samples; each distinct text is computed once."""
     distinct: dict[tuple[int, ...], int] = {}
     which = [distinct.setdefault(tuple(text_of(sample)), len(distinct)) for sample in samples]
@@ -68,7 +68,7 @@ def reading_of(samples: Sequence[Sample], page_size: int, device: torch.device) 
         stored.append(np.stack([places + (starts[text] - num_past), pages, places % page_size]))
     read = on_device(np.stack([tokens, positions]), device)
     where = on_device(np.concatenate(stored, axis=1), device)
-    return Reading(
+    return PrefillBatch(
         tokens=read[0],
         positions=read[1],
         starts=on_device(np.array(starts, dtype=np.int32), device),
