@@ -145,7 +145,7 @@ def load_metrics(run: str | Path) -> pandas.DataFrame:
             f"load_metrics needs pandas, which cannot be imported ({error}). Run pip install pandas."
         ) from None
     # The evaluation of the final model has a row of its own, with the number of the last step.
-    return pandas.DataFrame(read_jsonl(Path(run) / "metrics.jsonl")).groupby("step").first()
+    return pandas.DataFrame(read_jsonl(Path(run) / "metrics.jsonl") or {"step": []}).groupby("step").first()
 
 
 def _finite(value: Any) -> Any:

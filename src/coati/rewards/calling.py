@@ -18,6 +18,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import ConfigDict, ValidationError, validate_call
+
 from coati.counting import counted
 from coati.errors import ConfigError
 from coati.rewards.library import LIBRARY
@@ -70,7 +72,16 @@ def load_reward_function(
     except TypeError as error:
         known = ", ".join(signature.parameters)
         raise ConfigError(f"Reward {name!r}: {error}. Its options are {known} (docs/rewards.md).") from None
-    return function(**options) if in_library else functools.partial(function, **options)
+    if not in_library:
+        return functools.partial(function, **options)
+    try:
+        return validate_call(function, config=ConfigDict(strict=True))(**options)  # type: ignore[no-any-return]
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        key, got = ".".join(map(str, wrong["loc"])), excerpt(repr(wrong["input"]))
+        raise ConfigError(
+            f"Reward {name!r}: option {key!r}: {wrong['msg']}, got {got}. Correct reward.options."
+        ) from None
 
 
 def needed_package(name: str, extra: str = "rewards") -> Any:
