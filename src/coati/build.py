@@ -190,7 +190,6 @@ def _check_models(config: RunSettings) -> None:
 
 
 def _check_data(config: RunSettings, has_reward: bool, has_models: bool) -> None:
-    """Load the prompts and the rewards, and check that the prompts have the columns that the rewards need."""
     columns = make_prompts(config).columns if has_models else _load_prompt_table(config).other_columns
     for index, part in enumerate(() if has_reward else config.reward.parts):
         key = f"reward.terms[{index}]" if config.reward.terms else "reward"
@@ -214,9 +213,7 @@ def _check_data(config: RunSettings, has_reward: bool, has_models: bool) -> None
 def make_prompts(config: RunSettings, name: str = "[prompts]") -> PromptStream:
     """Return the endless stream of prompts, identical in all makers. `name` identifies the set in warnings."""
     table = _load_prompt_table(config)
-    holder = torch.nn.Module()
-    holder.config = _load_pretrained(config, "model.path", config.model.path, AutoConfig)
-    context = context_length_of(holder)
+    context = context_length_of(_load_pretrained(config, "model.path", config.model.path, AutoConfig))
     own: dict[str, Any] = {"seed": config.run.seed, "context_length": context, "name": name}
     return PromptStream(table, load_tokenizer(config), config.prompts, config.rollout, **own)
 
