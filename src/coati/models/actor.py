@@ -20,13 +20,7 @@ from coati.config import LoRASettings
 from coati.models.calls import accepts, forward_causal, load_or_copy_config
 from coati.models.lora import add_lora
 from coati.models.memory import copy_mapped_weights, wants_shapes_only
-from coati.models.packing import (
-    PackedRows,
-    base_of,
-    log_padding_once,
-    packed_hidden,
-    packing_problem,
-)
+from coati.models.packing import PackedRows, base_of, log_padding_once, packed_hidden, packing_problem
 from coati.models.tiles import active_tile, batch_invariant
 
 
@@ -35,8 +29,7 @@ class Scoring:
     """What a model computes instead of logits. Not a tuple, because sharding would cast the tensors in it."""
 
     num_actions: int
-    temperatures: Tensor | None = None
-    """[B]; None for 1."""
+    temperatures: Tensor | None = None  # [B]; None for 1
     with_entropy: bool = False
 
 

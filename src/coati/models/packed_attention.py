@@ -98,12 +98,9 @@ def _supports_flash(query: Tensor) -> bool:
 class _Heads(NamedTuple):
     """Query, key and value heads of T tokens, packed end to end."""
 
-    query: Tensor
-    """[T, H, D]"""
-    key: Tensor
-    """[T, K, D]"""
-    value: Tensor
-    """[T, K, D]"""
+    query: Tensor  # [T, H, D]
+    key: Tensor  # [T, K, D]
+    value: Tensor  # [T, K, D]
 
 
 _Flash = Callable[[_Heads, Tensor, int, float | None, int | None], Tensor]
@@ -188,10 +185,8 @@ class _Bucket(NamedTuple):
 
     num_rows: int
     width: int
-    tokens: Tensor
-    """Indices of their tokens in the sequence, [t]."""
-    indices: Tensor
-    """Indices of these tokens in the flattened batch, [num_rows · width], [t]."""
+    tokens: Tensor  # [t] indices of their tokens in the sequence
+    indices: Tensor  # [t] indices of these tokens in the flattened batch, [num_rows · width]
 
     @property
     def is_full(self) -> bool:
