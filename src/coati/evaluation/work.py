@@ -42,7 +42,7 @@ class EvaluationWork:
         """Create the evaluators. `reward` is a function of the user's program that replaces `[reward]`."""
         self._config = config
         scorers: dict[str, RewardScorer] = {}
-        self._evaluators = {one.name: Evaluator(config, one, reward, scorers) for one in config.eval}
+        self._evaluators = {one.name: Evaluator(config, one, scorers, reward) for one in config.eval}
         self._strategy, self._served = strategy, served
         self._peers, self._trainer, self._maker = peers, trainer, maker
         self._should_stop = should_stop
