@@ -13,7 +13,7 @@ import math
 import numbers
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +75,7 @@ def load_reward_function(
     if not in_library:
         return functools.partial(function, **options)
     try:
-        return validate_call(function, config=ConfigDict(strict=True))(**options)  # type: ignore[no-any-return]
+        return validate_call(config=ConfigDict(strict=True))(function)(**options)  # type: ignore[no-any-return]
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         key, got = ".".join(map(str, wrong["loc"])), excerpt(repr(wrong["input"]))
@@ -135,12 +135,8 @@ def call_function(function: Callable[..., Any], offered: Mapping[str, Any], expe
     if takes_others:
         named |= dict.fromkeys(offered.keys() - bound_options(function) - set(_ONLY_IF_NAMED), False)
     returned = function(**{name: value for name, value in offered.items() if name in named})
-    if inspect.isawaitable(returned):
-
-        async def result(awaitable: Awaitable[Any]) -> Any:
-            return await awaitable
-
-        returned = asyncio.run(result(returned))
+    if inspect.iscoroutine(returned):
+        returned = asyncio.run(returned)
     return read_verdicts(returned, expected)
 
 

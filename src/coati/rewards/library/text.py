@@ -87,7 +87,6 @@ def repetition(*, size: int = 4, unit: Unit = "words") -> Callable[..., list[flo
 
 
 def _rating(unit: Unit, rate: Callable[[Sequence[Hashable]], float]) -> Callable[..., list[float]]:
-    """Return a reward function that rates the tokens, words or characters of each completion."""
     if unit == "tokens":
         return lambda completion_ids: [rate(ids) for ids in completion_ids]
     return lambda completions: [rate(text.split() if unit == "words" else text) for text in completions]
