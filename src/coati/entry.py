@@ -46,7 +46,6 @@ class RunResult:
     """The outcome of a run."""
 
     config: RunSettings
-    """The settings of the run."""
     account: RunAccount
     """The fate of every sample group, as shown by `coati audit`."""
     num_restarts: Mapping[str, int]

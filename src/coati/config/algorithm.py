@@ -36,8 +36,7 @@ class LossRow(NamedTuple):
     surrogate: str
     defaults: Mapping[str, Any] = MappingProxyType({})
     ratio: RatioKind = "token"  # per token, or of a whole response (GSPO)
-    weighs_age: bool = False
-    """Whether its ratio is relative to the sampling policy, so that stale data needs no importance weights."""
+    weighs_age: bool = False  # its ratio is relative to the sampling policy: stale data needs no importance weights
 
 
 _MASK = {"importance": "mask"}

@@ -119,7 +119,6 @@ def _reward(reward: RewardSettings) -> str:
 
 
 def _evaluation(one: EvalSettings) -> str:
-    """Describe an evaluation set: its size, sampling, reward and schedule."""
     rollout, available = one.rollout, _count_prompts(one.prompts)
     most = min(filter(None, (one.max_prompts, available)), default=0)
     size = counted(most, "prompt") if available else f"at most {counted(most, 'prompt')}" if most else "all prompts"

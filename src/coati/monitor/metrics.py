@@ -85,11 +85,7 @@ def merge_metrics(held: dict[str, Metric], metrics: Mapping[str, Metric]) -> Non
 
 def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Return the values by name, without means of weight 0, which have no data."""
-    return {
-        name: float(metric.value)
-        for name, metric in metrics.items()
-        if not (isinstance(metric, Mean) and metric.weight == 0)
-    }
+    return {name: float(metric.value) for name, metric in metrics.items() if getattr(metric, "weight", 1.0) != 0}
 
 
 def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -243,7 +243,6 @@ def _without_pauses(spans: Mapping[str, Sequence[Span]]) -> dict[str, list[Span]
 
 
 def _shares(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
-    """Add up one actor's spans, as shares of the window."""
     elapsed = max(end - start, 1e-9)
     shares: dict[str, float] = {}
     for span in spans:
