@@ -50,8 +50,6 @@ class EvaluationWork:
 
     def poll(self) -> Self | None:
         """Ask the trainer for a job; return self if there is one, so that the caller can `run` it."""
-        if not self._evaluators:
-            return None
         incarnation = self._served.incarnation  # read before the version, which then is of it or of a later one
         job = self._ask("next_evaluation", self._maker, self._served.version, incarnation)
         self._job = None if job is None else EvalJob(*job)
