@@ -200,10 +200,9 @@ def score_padded(
 
     `inner` is the model below any wrappers; its `forward` determines which arguments are passed.
     """
-    kwargs: dict[str, Any] = {}
-    if accepts(inner or model, "logits_to_keep"):  # only response positions are needed
-        kwargs["logits_to_keep"] = scoring.num_actions + 1
-    output = forward_causal(model, sequences, attention_mask, inner=inner, **kwargs)
+    # Only response positions are needed.
+    kept = {"logits_to_keep": scoring.num_actions + 1} if accepts(inner or model, "logits_to_keep") else {}
+    output = forward_causal(model, sequences, attention_mask, inner=inner, **kept)
     logits = output if isinstance(output, Tensor) else output["logits"]
     # The logits at position t score the token at t + 1. Those at the last position score nothing, but cutting them off
     # here would copy the rest.

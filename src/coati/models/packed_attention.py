@@ -85,9 +85,8 @@ def attend_rows(
     heads = _Heads(query, key, value)
     if _FLASH is not None and _supports_flash(query):
         return _FLASH(heads, starts, max(lengths), scale, window)
-    return _by_length(
-        heads, lengths, scale=scale, window=window, is_tiled=query.device.type == "cpu" or active_tile() > 0
-    )
+    is_tiled = query.device.type == "cpu" or active_tile() > 0
+    return _by_length(heads, lengths, scale=scale, window=window, is_tiled=is_tiled)
 
 
 def _supports_flash(query: Tensor) -> bool:

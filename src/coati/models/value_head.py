@@ -46,13 +46,12 @@ class ValueHeadModel(nn.Module):
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
         """Load what `save_pretrained` wrote, a classification model, or any decoder."""
         head_file = Path(path) / HEAD_FILE
-        is_empty = wants_shapes_only(kwargs)
         kwargs.setdefault("trust_remote_code", False)  # by default transformers would prompt on the terminal
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=kwargs["trust_remote_code"])
         architecture = next(iter(getattr(config, "architectures", None) or ()), "")
         has_own_head = not head_file.exists() and architecture.endswith("ForSequenceClassification")
         auto_class = AutoModelForSequenceClassification if has_own_head else AutoModel
-        if is_empty:
+        if wants_shapes_only(kwargs):
             with torch.device("meta"):
                 return cls(auto_class.from_config(config, **kwargs), lora=lora)
         loaded = cls(copy_mapped_weights(auto_class.from_pretrained(str(path), **kwargs)), lora=lora)
