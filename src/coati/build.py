@@ -157,13 +157,10 @@ def check_inputs(config: RunSettings, *, has_reward: bool = False) -> None:
     for one in config.eval:
         uses_given_reward = has_reward and one.reward == config.reward
         attempt(_check_data, config.for_evaluation(one), uses_given_reward, has_models, label=f"eval {one.name!r}: ")
-    missing = (name for name in config.logging.tracker_names if importlib.util.find_spec(name) is None)
-    errors += [
-        ConfigError(
-            f"logging.trackers.{name} needs the package {name}, which is not installed. Run pip install {name}."
-        )
-        for name in missing
-    ]
+    for name in config.logging.tracker_names:
+        if importlib.util.find_spec(name) is None:
+            problem = f"logging.trackers.{name} needs the package {name}, which is not installed."
+            errors.append(ConfigError(f"{problem} Run pip install {name}."))
     if len(errors) == 1:
         raise errors[0]
     if errors:

@@ -76,9 +76,8 @@ def _place_lines(config: RunSettings) -> list[str]:
     critic = f"critic from {source}" if config.algorithm.uses_critic else "no critic"
     written = ["config.toml", "metrics.jsonl", "samples.jsonl"] + ["spans.jsonl"] * bool(config.logging.spans_kept)
     written += config.logging.tracker_names
-    checkpoints = (
-        f"; a checkpoint every {counted(train.save_every, 'version')} in checkpoints/" if train.save_every else ""
-    )
+    every = counted(train.save_every, "version")
+    checkpoints = f"; a checkpoint every {every} in checkpoints/" if train.save_every else ""
     lines = [
         f"Model: {model.path}{' with LoRA adapters' if config.lora.rank else ''}; "
         f"{f'reference {config.reference_path}' if config.reference_path else 'no reference'}, {critic}.",

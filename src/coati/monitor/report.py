@@ -106,8 +106,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
     """Return the key figures at the top of a report as (name, value) pairs. Unknown ones are left out."""
     facts: list[tuple[str, str]] = []
-    rewards = [reward for _, reward in run.series("reward/mean")]
-    if rewards:
+    if rewards := [reward for _, reward in run.series("reward/mean")]:
         facts.append(("mean reward, first → last", "{:.3f} → {:.3f}".format(*first_and_last(rewards))))
     if run.metrics:
         facts.append(("training steps", f"{max(row['step'] for row in run.metrics):,}"))
