@@ -58,7 +58,6 @@ LOSSES: Mapping[str, LossRow] = MappingProxyType(
         ),
     }
 )
-"""Policy losses by their name in `algorithm.loss`."""
 
 _OF_CRITIC = ("adaptive_lam", "critic_warmup_steps")
 _OWN_LOSS = LossRow("own", weighs_age=True)
@@ -87,7 +86,6 @@ ALGORITHMS: Mapping[AlgorithmName, AlgorithmRow] = MappingProxyType(
         "distill": AlgorithmRow("returns", {"gamma": 0.0, "kl_coef": 1.0}),
     }
 )
-"""Algorithms by their name in `algorithm.name`."""
 
 
 class AlgorithmSettings(Section, section="algorithm"):
