@@ -60,7 +60,7 @@ def importance_weights(
     weights = finite_exp(log_ratio)
     if kind == "truncate":
         return zero_padding(weights.clamp(max=cap), mask)
-    assert kind == "mask"
+    assert kind == "mask", f"unknown kind {kind!r}"
     return zero_padding(weights, mask & (weights >= floor) & (weights <= cap))
 
 

@@ -230,7 +230,7 @@ def loss_weights(
     per_sequence = divide_by_count(ones, num_sequences)
     if mode == "sequence":
         return divide_by_count(per_sequence, mask.sum(-1, keepdim=True))
-    assert mode == "constant"
+    assert mode == "constant", f"unknown mode {mode!r}"
     return divide_by_count(per_sequence, max_length)
 
 
