@@ -157,13 +157,10 @@ def check_inputs(config: RunSettings, *, has_reward: bool = False) -> None:
     for one in config.eval:
         uses_given_reward = has_reward and one.reward == config.reward
         attempt(_check_data, config.for_evaluation(one), uses_given_reward, has_models, label=f"eval {one.name!r}: ")
-    missing = (name for name in config.logging.tracker_names if importlib.util.find_spec(name) is None)
-    errors += [
-        ConfigError(
-            f"logging.trackers.{name} needs the package {name}, which is not installed. Run pip install {name}."
-        )
-        for name in missing
-    ]
+    for name in config.logging.tracker_names:
+        if importlib.util.find_spec(name) is None:
+            problem = f"logging.trackers.{name} needs the package {name}, which is not installed."
+            errors.append(ConfigError(f"{problem} Run pip install {name}."))
     if len(errors) == 1:
         raise errors[0]
     if errors:
@@ -190,7 +187,6 @@ def _check_models(config: RunSettings) -> None:
 
 
 def _check_data(config: RunSettings, has_reward: bool, has_models: bool) -> None:
-    """Load the prompts and the rewards, and check that the prompts have the columns that the rewards need."""
     columns = make_prompts(config).columns if has_models else _load_prompt_table(config).other_columns
     for index, part in enumerate(() if has_reward else config.reward.parts):
         key = f"reward.terms[{index}]" if config.reward.terms else "reward"
@@ -214,9 +210,7 @@ def _check_data(config: RunSettings, has_reward: bool, has_models: bool) -> None
 def make_prompts(config: RunSettings, name: str = "[prompts]") -> PromptStream:
     """Return the endless stream of prompts, identical in all makers. `name` identifies the set in warnings."""
     table = _load_prompt_table(config)
-    holder = torch.nn.Module()
-    holder.config = _load_pretrained(config, "model.path", config.model.path, AutoConfig)
-    context = context_length_of(holder)
+    context = context_length_of(_load_pretrained(config, "model.path", config.model.path, AutoConfig))
     own: dict[str, Any] = {"seed": config.run.seed, "context_length": context, "name": name}
     return PromptStream(table, load_tokenizer(config), config.prompts, config.rollout, **own)
 

@@ -46,7 +46,6 @@ class RunResult:
     """The outcome of a run."""
 
     config: RunSettings
-    """The settings of the run."""
     account: RunAccount
     """The fate of every sample group, as shown by `coati audit`."""
     num_restarts: Mapping[str, int]
@@ -129,7 +128,12 @@ def train(
         ConfigError: if a setting or input is found to be invalid before training starts.
     """
     parts = {"reward": reward, "learner": learner, "maker": maker}
-    _check_callable(parts)
+    for name, part in parts.items():
+        if part is not None and not callable(part):
+            raise ConfigError(
+                f"{name} must be a function or a class, got {type(part).__name__}. "
+                "Use [reward] for rewards by name, reward models and weighted sums."
+            )
     settings = choose_settings(config, resume=resume, overrides=overrides, reward=reward, sync=sync)
     has = {"has_reward": reward is not None, "is_resumed": resume is not None}
     start = check_run(settings, **has, overwrite=overwrite, sync=sync, address=address)
@@ -151,15 +155,6 @@ def train(
             on_progress=on_progress or (lambda _: None),
             should_stop=should_stop,
         )
-
-
-def _check_callable(parts: Mapping[str, Any]) -> None:
-    for name, part in parts.items():
-        if part is not None and not callable(part):
-            raise ConfigError(
-                f"{name} must be a function or a class, got {type(part).__name__}. "
-                "Use [reward] for rewards by name, reward models and weighted sums."
-            )
 
 
 def choose_settings(

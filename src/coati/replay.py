@@ -50,8 +50,7 @@ class ReplayedRun(SynchronousRun):
         events, self._rules, self._on_version = journal.events, journal.rules, on_version
         made, published = ({event[kind] for event in events if kind in event} for kind in ("train", "publish"))
         newest = max(made & published, default=0)
-        self.last = newest if until is None else min(until, newest)
-        """The version at which the replay ends."""
+        self.last = newest if until is None else min(until, newest)  # the version at which the replay ends
         self.num_sampled = 0
         self._events = iter(events)
         # Number of deliveries, by version, that still need its weights.
@@ -98,7 +97,6 @@ class ReplayedRun(SynchronousRun):
                 return
 
     def _apply(self, event: Event) -> None:
-        """Repeat an event of the run: a grant, a publication, a delivery or a pick."""
         if "grant" in event:
             self._holders |= dict.fromkeys(event["grant"], event["maker"])
         elif "publish" in event:
@@ -126,7 +124,6 @@ class ReplayedRun(SynchronousRun):
         self._weights = {version: kept for version, kept in self._weights.items() if self._num_uses[version] > 0}
 
     def _note_weights(self, version: int, digests: Mapping[str, Mapping[str, str]], makers: Sequence[str]) -> None:  # noqa: ARG002
-        """Compare the digests of sent weights with those in the journal."""
         actual = [(f"{label} {name}", digest) for label, model in digests.items() for name, digest in model.items()]
         text = "".join(self._published["weights"].values())
         recorded = [text[at : at + _DIGITS] for at in range(0, len(text), _DIGITS)]
@@ -222,7 +219,6 @@ class _ReplayEngine:
                 self._engine.commit(self.serve(versions[token]))
 
     def advance(self) -> list[Sample]:
-        """Return the finished samples."""
         finished, self._finished = self._finished, []
         return finished
 

@@ -57,10 +57,14 @@ _FIXED = (
 def check_run_folder(config: RunSettings, *, overwrite: bool) -> None:
     """Raise ConfigError if a run could not use its output folder now. Changes nothing."""
     folder = config.output_folder
-    _check_owner(folder)
     if (marker := folder / MARKER).is_file():
         with marker.open(encoding="utf-8") as file:
             _lock(file, folder, fcntl.LOCK_SH)
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(
+            f"run.output {str(folder)!r} is not empty and not a coati run. Choose another folder. If it holds a "
+            f"run of an older version that may be replaced, create the file {str(marker)!r} first."
+        )
     if not overwrite and any((folder / name).exists() for name in _RESULTS):
         raise ConfigError(
             f"run.output {str(folder)!r} holds an earlier run. Use --overwrite (overwrite=True in Python) to "
@@ -103,7 +107,8 @@ def open_run_folder(
             if is_resumed:
                 if path.read_text(encoding="utf-8") == settings:
                     return
-                shutil.copyfile(path, folder / "ledger" / f"config-{len(earlier_settings(folder))}.toml")
+                number = len(list(folder.glob("ledger/config-*.toml")))
+                shutil.copyfile(path, folder / "ledger" / f"config-{number}.toml")
             _write_atomically(path, settings)
 
     with contextlib.ExitStack() as stack:
@@ -133,11 +138,6 @@ def save_makers(config: RunSettings, makers: int) -> None:
         _write_atomically(config.output_folder / "config.toml", dump_config(config))
 
 
-def earlier_settings(folder: Path) -> list[Path]:
-    """Return the files with the settings that the run had before each resume that changed them."""
-    return sorted(folder.glob("ledger/config-*.toml"))
-
-
 def _delete(folder: Path, names: Iterable[str]) -> None:
     for path in (folder / name for name in names):
         if path.is_dir() and not path.is_symlink():
@@ -152,14 +152,6 @@ def _as_config_error(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"run.output {str(folder)!r} cannot be written: {error}. Choose another folder.") from error
-
-
-def _check_owner(folder: Path) -> None:
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
-        raise ConfigError(
-            f"run.output {str(folder)!r} is not empty and not a coati run. Choose another folder. If it holds a "
-            f"run of an older version that may be replaced, create the file {str(folder / MARKER)!r} first."
-        )
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from coati.run_folder import (
     asked_makers,
     check_inputs_outside,
     check_run_folder,
-    earlier_settings,
     open_run_folder,
     resumed_settings,
     save_makers,
@@ -165,7 +164,7 @@ def test_a_kill_during_a_resume_keeps_the_settings(config, tmp_path, monkeypatch
         resume(config)  # unchanged settings are not written
     resume(other)
     assert load_config(path).train.total_steps == 7
-    assert {earlier.read_text() for earlier in earlier_settings(tmp_path / "out")} == {before}
+    assert {earlier.read_text() for earlier in (tmp_path / "out" / "ledger").glob("config-*.toml")} == {before}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -180,7 +180,7 @@ class _Groups(NamedTuple):
     above_lowest: Tensor  # [B] score - lowest
 
     def sum_of(self, values: Tensor) -> Tensor:
-        return _group_sums(values, self.members)
+        return torch.zeros_like(values).index_add(0, self.members, values)[self.members]
 
     def mean_of(self, values: Tensor) -> Tensor:
         return divide_by_count(self.sum_of(values), self.size)
@@ -192,16 +192,7 @@ def _groups(scores: Tensor, group_ids: Tensor) -> _Groups:
     assert not group_ids.is_floating_point()
     assert bool(scores.isfinite().all()), "responses without a finite reward must be dropped before groups are compared"
     wide = at_least_float32(scores.detach())
-    members = torch.unique(group_ids, return_inverse=True)[1]  # [B]
+    _, members, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)  # members [B]
     # There are at most B groups, so a [B] tensor has room for one number per group.
     lowest = torch.zeros_like(wide).scatter_reduce(0, members, wide, "amin", include_self=False)[members]
-    return _Groups(
-        members=members,
-        size=_group_sums(torch.ones_like(members), members),
-        lowest=lowest,
-        above_lowest=wide - lowest,
-    )
-
-
-def _group_sums(values: Tensor, members: Tensor) -> Tensor:
-    return torch.zeros_like(values).index_add(0, members, values)[members]
+    return _Groups(members, size=sizes[members], lowest=lowest, above_lowest=wide - lowest)

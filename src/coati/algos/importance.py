@@ -16,7 +16,7 @@ exp(Σ d), or the geometric mean exp(Σ d / n). Unbiased weights have high varia
 Weights are never differentiated. On-policy data has a weight of exactly 1 for every kind and level.
 """
 
-from typing import Literal, assert_never
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -60,9 +60,8 @@ def importance_weights(
     weights = finite_exp(log_ratio)
     if kind == "truncate":
         return zero_padding(weights.clamp(max=cap), mask)
-    if kind == "mask":
-        return zero_padding(weights, mask & (weights >= floor) & (weights <= cap))
-    assert_never(kind)
+    assert kind == "mask", f"unknown kind {kind!r}"
+    return zero_padding(weights, mask & (weights >= floor) & (weights <= cap))
 
 
 def weight_moments(

@@ -115,13 +115,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.dtype, ctx.chunk_tokens = dtype, chunk_tokens
         is_compiled = weight is not None and _compiles(inputs.device)
         read_off: Callable[..., Any] = _compiled(_read_off_at_once) if is_compiled else _read_off
-        narrow = _cast(weight, dtype), _cast(bias, dtype)
+        narrow = [None if each is None else each.to(dtype) for each in (weight, bias)]
         logprobs = torch.empty(tokens.shape, dtype=wide_dtype(dtype), device=inputs.device)
         entropy = torch.empty_like(logprobs) if with_entropy else None
         all_sums = []
         for at in _chunks(len(tokens), chunk_tokens):
             logits = _logits(inputs[at], *narrow)
-            logprobs[at], of_chunk, sums = read_off(logits, tokens[at], _slice(scale, at), with_entropy)
+            own_scale = None if scale is None else scale[at]
+            logprobs[at], of_chunk, sums = read_off(logits, tokens[at], own_scale, with_entropy)
             del logits  # before those of the next chunk are allocated
             if entropy is not None:
                 entropy[at] = of_chunk
@@ -138,15 +139,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
             return (None,) * 8
         wide = wide_dtype(ctx.dtype)
         gradient = _gradient if sums is None else _compiled(_gradient_in_place)
-        narrow = _cast(weight, ctx.dtype), _cast(bias, ctx.dtype)
+        narrow = [None if each is None else each.to(ctx.dtype) for each in (weight, bias)]
         wants_inputs, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_inputs = torch.empty_like(inputs) if wants_inputs else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
         for at in _chunks(len(tokens), ctx.chunk_tokens):
             logits = _logits(inputs[at], *narrow)
-            given = (_slice(each, at) for each in (scale, sums, grad_logprobs, grad_entropy, entropy))
-            grad, of_tokens = gradient(logits, tokens[at], *given)
+            given = (scale, sums, grad_logprobs, grad_entropy, entropy)
+            grad, of_tokens = gradient(logits, tokens[at], *(None if each is None else each[at] for each in given))
             grad.scatter_(-1, tokens[at].unsqueeze(-1), of_tokens)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=wide)
@@ -165,14 +166,6 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 def _logits(inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return inputs if weight is None else F.linear(inputs.to(weight.dtype), weight, bias)
-
-
-def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
-
-
-def _slice(tensor: Tensor | None, at: Any) -> Tensor | None:
-    return None if tensor is None else tensor[at]
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
@@ -198,7 +191,6 @@ def temperature_per_token(temperature: float | Tensor, shape: torch.Size, *, lik
 
 
 def _default_chunk_tokens(vocabulary: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the number of tokens whose logits to compute at once."""
     budget = _CHUNK_BYTES_CPU
     if device.type != "cpu":
         budget = _CHUNK_BYTES if _compiles(device) else _CHUNK_BYTES_UNCOMPILED
@@ -226,7 +218,9 @@ def _adds_products_in_place(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         with torch.no_grad():
             torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
-    except (RuntimeError, TypeError, NotImplementedError):
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError):
         return False
     # Rounding the product to half precision first would give an error a hundred times larger.
     return bool((total - expected).abs().max() < 1e-4)

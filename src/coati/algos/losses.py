@@ -27,7 +27,7 @@ follows the reverse KL.
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, assert_never
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -230,9 +230,8 @@ def loss_weights(
     per_sequence = divide_by_count(ones, num_sequences)
     if mode == "sequence":
         return divide_by_count(per_sequence, mask.sum(-1, keepdim=True))
-    if mode == "constant":
-        return divide_by_count(per_sequence, max_length)
-    assert_never(mode)
+    assert mode == "constant", f"unknown mode {mode!r}"
+    return divide_by_count(per_sequence, max_length)
 
 
 def kl_estimate(

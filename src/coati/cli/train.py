@@ -81,7 +81,6 @@ def train(
 
 
 def _show_lost_prompts(console: Console, config: RunSettings) -> None:
-    """Print how many prompts of each set are skipped or cut short."""
     from coati.build import make_prompts
 
     evaluated = [(f"[[eval]] {one.name}", config.for_evaluation(one), one.max_prompts) for one in config.eval]
@@ -93,7 +92,6 @@ def _show_lost_prompts(console: Console, config: RunSettings) -> None:
 
 
 def _show_result(console: Console, result: RunResult) -> None:
-    """Print how a run ended, the samples that it lost, and where its files are."""
     rewards, account, folder = [reward for _, reward in result.rewards], result.account, result.folder
     console.print(
         f"{'Stopped' if result.was_stopped else 'Done'} after {result.seconds:.0f} s. "

@@ -36,8 +36,7 @@ class LossRow(NamedTuple):
     surrogate: str
     defaults: Mapping[str, Any] = MappingProxyType({})
     ratio: RatioKind = "token"  # per token, or of a whole response (GSPO)
-    weighs_age: bool = False
-    """Whether its ratio is relative to the sampling policy, so that stale data needs no importance weights."""
+    weighs_age: bool = False  # its ratio is relative to the sampling policy: stale data needs no importance weights
 
 
 _MASK = {"importance": "mask"}
@@ -59,7 +58,6 @@ LOSSES: Mapping[str, LossRow] = MappingProxyType(
         ),
     }
 )
-"""Policy losses by their name in `algorithm.loss`."""
 
 _OF_CRITIC = ("adaptive_lam", "critic_warmup_steps")
 _OWN_LOSS = LossRow("own", weighs_age=True)
@@ -88,7 +86,6 @@ ALGORITHMS: Mapping[AlgorithmName, AlgorithmRow] = MappingProxyType(
         "distill": AlgorithmRow("returns", {"gamma": 0.0, "kl_coef": 1.0}),
     }
 )
-"""Algorithms by their name in `algorithm.name`."""
 
 
 class AlgorithmSettings(Section, section="algorithm"):

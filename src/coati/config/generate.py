@@ -126,7 +126,6 @@ class GenerateOptions(SamplingSettings):
 
 
 KNOWN_OPTIONS = tuple(sorted({*GenerateOptions.model_fields, *_OF_THE_REFERENCE} - {"extra"}))
-"""All supported options."""
 
 
 def _saved_values(model: Any, name: str) -> tuple[Any, Any]:
@@ -172,9 +171,7 @@ _NATIVE_SETTINGS = {
 
 
 def native_engine_problem(model_config: Mapping[str, Any], options: GenerateOptions) -> str | None:
-    """Return why the native engine does not support this model or these options, or None if it does.
-
-    `model_config` is the content of the model's `config.json`, so that a plan needs no loaded model.
+    """Return why the native engine does not support these options or this model (`config.json`), or None if it does.
 
     >>> native_engine_problem({"architectures": ["GPT2LMHeadModel"], "add_cross_attention": True}, GenerateOptions())
     'add_cross_attention is True, but the native engine supports only False'
@@ -185,9 +182,8 @@ def native_engine_problem(model_config: Mapping[str, Any], options: GenerateOpti
     if architecture not in _NATIVE_ARCHITECTURES:
         return f"{architecture} is not one of {', '.join(_NATIVE_ARCHITECTURES)}"
     rope = model_config.get("rope_parameters") or model_config.get("rope_scaling") or {}
-    for one in [part for part in rope.values() if isinstance(part, Mapping)] or [
-        rope
-    ]:  # layer types may have their own
+    own = [part for part in rope.values() if isinstance(part, Mapping)]  # layer types may have their own
+    for one in own or [rope]:
         kind = one.get("rope_type", one.get("type", "default"))
         if kind not in _STATIC_ROPE:
             return f"its rotary embedding is {kind!r}, but the native engine supports only {', '.join(_STATIC_ROPE)}"

@@ -76,9 +76,8 @@ def _place_lines(config: RunSettings) -> list[str]:
     critic = f"critic from {source}" if config.algorithm.uses_critic else "no critic"
     written = ["config.toml", "metrics.jsonl", "samples.jsonl"] + ["spans.jsonl"] * bool(config.logging.spans_kept)
     written += config.logging.tracker_names
-    checkpoints = (
-        f"; a checkpoint every {counted(train.save_every, 'version')} in checkpoints/" if train.save_every else ""
-    )
+    every = counted(train.save_every, "version")
+    checkpoints = f"; a checkpoint every {every} in checkpoints/" if train.save_every else ""
     lines = [
         f"Model: {model.path}{' with LoRA adapters' if config.lora.rank else ''}; "
         f"{f'reference {config.reference_path}' if config.reference_path else 'no reference'}, {critic}.",
@@ -119,7 +118,6 @@ def _reward(reward: RewardSettings) -> str:
 
 
 def _evaluation(one: EvalSettings) -> str:
-    """Describe an evaluation set: its size, sampling, reward and schedule."""
     rollout, available = one.rollout, _count_prompts(one.prompts)
     most = min(filter(None, (one.max_prompts, available)), default=0)
     size = counted(most, "prompt") if available else f"at most {counted(most, 'prompt')}" if most else "all prompts"

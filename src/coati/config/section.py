@@ -63,7 +63,6 @@ class Section(BaseModel):
     """Name of the section in a file; empty for classes that are not a section."""
 
     def __init_subclass__(cls, section: str = "", **kwargs: Any) -> None:
-        """Register the class under the name of its section."""
         super().__init_subclass__(**kwargs)
         cls.section = section
         if section:

@@ -24,7 +24,7 @@ _PEAK_LEARNING_RATE, _WARMUP_STEPS = 1e-2, 20
 
 
 def pretrain(
-    folder: Path, *, seed: int = 0, steps: int = _STEPS, batch_size: int = _BATCH_SIZE, **shape: int
+    folder: Path, *, seed: int = 0, steps: int = _STEPS, batch_size: int = _BATCH_SIZE, num_heads: int = 4
 ) -> list[float]:
     """Train the base model from scratch and save it with its tokenizer; return the loss of each step."""
     tokenizer = build_tokenizer()
@@ -33,7 +33,7 @@ def pretrain(
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
             torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also reseed the caller's GPUs
-            model = LlamaForCausalLM(_model_config(tokenizer, **shape))
+            model = LlamaForCausalLM(_model_config(tokenizer, num_heads))
             losses = _train(model, tokenizer, random.Random(seed), steps, batch_size)
     finally:
         torch.set_num_threads(threads)
@@ -59,9 +59,8 @@ def _train(
     for _ in range(steps):
         sentences = [f"{sample_sentence(rng)}{tokenizer.eos_token}" for _ in range(batch_size)]
         # With right padding and a causal mask, no token attends to padding, so no attention mask is needed.
-        ids: Tensor = tokenizer(sentences, padding=True, padding_side="right", return_tensors="pt")[
-            "input_ids"
-        ]  # [B, S]
+        batch = tokenizer(sentences, padding=True, padding_side="right", return_tensors="pt")
+        ids: Tensor = batch["input_ids"]  # [B, S]
         logits: Tensor = model(input_ids=ids[:, :-1], use_cache=False).logits  # [B, S-1, V]
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), ids[:, 1:].flatten(), ignore_index=tokenizer.pad_token_id
@@ -74,14 +73,12 @@ def _train(
     return losses
 
 
-def _model_config(
-    tokenizer: PreTrainedTokenizerFast, *, hidden_size: int = 64, num_layers: int = 2, num_heads: int = 4
-) -> LlamaConfig:
+def _model_config(tokenizer: PreTrainedTokenizerFast, num_heads: int) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads,
         max_position_embeddings=CONTEXT_LENGTH,

@@ -8,10 +8,7 @@ from coati.errors import ConfigError
 
 
 def film_sentiment(completions: Sequence[str], prompts: Sequence[str], **_: object) -> list[float]:
-    """Score each prompt and completion, as one sentence, from -1 (negative) to 1 (positive).
-
-    Context carries over from the prompt: after `the film was not`, the completion `bad .` is praise.
-    """
+    """Score each prompt and completion, as one sentence, from -1 (negative) to 1 (positive)."""
     analyzer = sentiment_analyzer()
     sentences = (f"{prompt} {completion}" for prompt, completion in zip(prompts, completions, strict=True))
     return [float(analyzer.polarity_scores(sentence)["compound"]) for sentence in sentences]

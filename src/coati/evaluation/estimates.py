@@ -36,8 +36,6 @@ class Estimate(NamedTuple):
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """Return the unbiased estimate of the probability that at least one of k samples passes; `num_samples` >= k.
 
-    It is the fraction of all choices of k samples that contain one that passed: 1 - C(n - c, k) / C(n, k).
-
     >>> pass_at_k(4, 1, 2)  # 3 of the 6 pairs contain the one that passed
     0.5
     """

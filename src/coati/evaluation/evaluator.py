@@ -41,10 +41,8 @@ class Evaluation(NamedTuple):
 
     record: dict[str, Any]
     """The line in `evaluations.jsonl`: set, version, every metric with its interval (`_low`, `_high`), and counts."""
-    samples: list[dict[str, Any]]
-    """All samples, grouped by prompt. `score` is None if the sample has no score."""
-    values: dict[str, dict[int, float]]
-    """By metric: the value of every prompt."""
+    samples: list[dict[str, Any]]  # grouped by prompt; `score` is None if the sample has no score
+    values: dict[str, dict[int, float]]  # by metric: the value of every prompt
 
     @property
     def estimates(self) -> dict[str, Estimate]:
@@ -59,21 +57,13 @@ class Evaluator:
         self,
         config: RunSettings,
         settings: EvalSettings,
-        reward: Callable[..., Any] | None = None,
-        scorers: dict[str, RewardScorer] | None = None,
+        scorers: dict[str, RewardScorer],  # cache that evaluators share, so that sets with equal rewards use one scorer
+        reward: Callable[..., Any] | None = None,  # replaces `[reward]`, for sets without a reward of their own
     ) -> None:
-        """Prepare for one set.
-
-        Args:
-            config: settings of the run.
-            settings: those of the set.
-            reward: replaces `[reward]`, for sets without a reward of their own.
-            scorers: cache that evaluators share, so that sets with equal rewards use one scorer.
-        """
         self.settings = settings
         self._config = config.for_evaluation(settings)
         self._reward = reward if settings.reward == config.reward else None
-        self._scorers = {} if scorers is None else scorers
+        self._scorers = scorers
 
     @cached_property
     def _prompts(self) -> PromptStream:
@@ -88,7 +78,7 @@ class Evaluator:
         return self._scorers[key]
 
     def run(
-        self, engine: RolloutEngine, *, version: int = 0, should_stop: Callable[[], bool] = lambda: False
+        self, engine: RolloutEngine, *, version: int | None, should_stop: Callable[[], bool] = lambda: False
     ) -> Evaluation | None:
         """Sample and score the whole set; None if it was stopped. RewardError if the reward has never worked."""
         started, settings, stream = time.monotonic(), self.settings, self._prompts
@@ -101,7 +91,7 @@ class Evaluator:
             numbers = range(num_prompts)[first : first + settings.rollout.prompts_per_batch]
             drawn, _ = stream.batch(numbers, group_size=settings.rollout.samples_per_prompt)
             if drawn:
-                batch = self._start(engine, drawn, version)
+                batch = self._start(engine, drawn, version or 0)
                 samples += pending
                 pending = batch
         samples += pending
@@ -165,7 +155,7 @@ class Evaluator:
         if num_unscored:
             errors = [sample["error"] for sample in samples if sample["error"]]
             logger.error(
-                "evaluation %r of version %d: %d of %d samples have no score and are left out of the metrics: %s",
+                "evaluation %r of version %s: %d of %d samples have no score and are left out of the metrics: %s",
                 *(settings.name, record["version"], num_unscored, len(samples)),
                 f"the reward failed on {len(errors)}, first: {errors[0]}" if errors else "the reward returned none",
             )
@@ -189,11 +179,8 @@ def evaluate_model(config: RunSettings, path: str) -> list[Evaluation]:
     config = config.model_copy(update={"model": config.model.model_copy(update=own)})
     engine = make_engine(config.rollout, build.load_actor(config, path))
     scorers: dict[str, RewardScorer] = {}
-    found = [Evaluator(config, one, scorers=scorers).run(engine, version=version or 0) for one in config.eval]
-    evaluations = [evaluation for evaluation in found if evaluation is not None]
-    for evaluation in evaluations:
-        evaluation.record["version"] = version
-    return evaluations
+    found = [Evaluator(config, one, scorers).run(engine, version=version) for one in config.eval]
+    return [evaluation for evaluation in found if evaluation is not None]
 
 
 def _version_of(folder: Path, otherwise: int | None) -> int | None:

@@ -21,19 +21,15 @@ class EvalJob(NamedTuple):
 
 
 class EvalSchedule:
-    """The evaluations of a run. Thread-safe.
-
-    `record` is called with each result, and `stop` when the metric `best_by` has not improved for `patience`
-    evaluations.
-    """
+    """The evaluations of a run. Thread-safe."""
 
     def __init__(
         self,
         sets: Sequence[EvalSettings] = (),
         *,
         incarnation: int = 0,
-        record: Callable[[dict[str, Any]], None] = lambda _: None,
-        stop: Callable[[], None] = lambda: None,
+        record: Callable[[dict[str, Any]], None] = lambda _: None,  # called with each result
+        stop: Callable[[], None] = lambda: None,  # called when `best_by` has not improved for `patience` evaluations
     ) -> None:
         self._sets = {settings.name: settings for settings in sets}
         self._incarnation = incarnation
@@ -43,7 +39,7 @@ class EvalSchedule:
         self._num_worse = 0  # evaluations in a row without a new best value
         self._jobs: dict[str, EvalJob] = {}  # by set
         self._num_jobs = 0
-        self._final: int | None = None
+        self._final = -1  # the last version of training, once it is known
         self._has_stopped = False
 
     def grant(self, maker: str, version: int, incarnation: int) -> EvalJob | None:
@@ -99,9 +95,8 @@ class EvalSchedule:
     @property
     def pending(self) -> list[str]:
         """The sets that are being evaluated or, when training has ended, still have to be."""
-        final = -1 if self._final is None else self._final
-        due = [name for name, settings in self._sets.items() if self._last.get(name, -1) < self._due(settings, final)]
-        return sorted({*due, *self._jobs})
+        due = {name for name, one in self._sets.items() if self._last.get(name, -1) < self._due(one, self._final)}
+        return sorted(due | self._jobs.keys())
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, so that finished evaluations are not repeated."""

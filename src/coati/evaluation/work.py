@@ -42,7 +42,7 @@ class EvaluationWork:
         """Create the evaluators. `reward` is a function of the user's program that replaces `[reward]`."""
         self._config = config
         scorers: dict[str, RewardScorer] = {}
-        self._evaluators = {one.name: Evaluator(config, one, reward, scorers) for one in config.eval}
+        self._evaluators = {one.name: Evaluator(config, one, scorers, reward) for one in config.eval}
         self._strategy, self._served = strategy, served
         self._peers, self._trainer, self._maker = peers, trainer, maker
         self._should_stop = should_stop
@@ -50,8 +50,6 @@ class EvaluationWork:
 
     def poll(self) -> Self | None:
         """Ask the trainer for a job; return self if there is one, so that the caller can `run` it."""
-        if not self._evaluators:
-            return None
         incarnation = self._served.incarnation  # read before the version, which then is of it or of a later one
         job = self._ask("next_evaluation", self._maker, self._served.version, incarnation)
         self._job = None if job is None else EvalJob(*job)

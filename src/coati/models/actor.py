@@ -20,13 +20,7 @@ from coati.config import LoRASettings
 from coati.models.calls import accepts, forward_causal, load_or_copy_config
 from coati.models.lora import add_lora
 from coati.models.memory import copy_mapped_weights, wants_shapes_only
-from coati.models.packing import (
-    PackedRows,
-    base_of,
-    log_padding_once,
-    packed_hidden,
-    packing_problem,
-)
+from coati.models.packing import PackedRows, base_of, log_padding_once, packed_hidden, packing_problem
 from coati.models.tiles import active_tile, batch_invariant
 
 
@@ -35,8 +29,7 @@ class Scoring:
     """What a model computes instead of logits. Not a tuple, because sharding would cast the tensors in it."""
 
     num_actions: int
-    temperatures: Tensor | None = None
-    """[B]; None for 1."""
+    temperatures: Tensor | None = None  # [B]; None for 1
     with_entropy: bool = False
 
 
@@ -207,10 +200,9 @@ def score_padded(
 
     `inner` is the model below any wrappers; its `forward` determines which arguments are passed.
     """
-    kwargs: dict[str, Any] = {}
-    if accepts(inner or model, "logits_to_keep"):  # only response positions are needed
-        kwargs["logits_to_keep"] = scoring.num_actions + 1
-    output = forward_causal(model, sequences, attention_mask, inner=inner, **kwargs)
+    # Only response positions are needed.
+    kept = {"logits_to_keep": scoring.num_actions + 1} if accepts(inner or model, "logits_to_keep") else {}
+    output = forward_causal(model, sequences, attention_mask, inner=inner, **kept)
     logits = output if isinstance(output, Tensor) else output["logits"]
     # The logits at position t score the token at t + 1. Those at the last position score nothing, but cutting them off
     # here would copy the rest.

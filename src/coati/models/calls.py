@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
+from coati.models.packing import base_of
+
 
 def load_or_copy_config(config: PreTrainedConfig | str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load a config from its path, or copy it: transformers writes into configs, so models must not share one."""
@@ -44,9 +46,7 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
 
 def accepts(model: Any, name: str) -> bool:
     """Return whether `model.forward` takes an argument of this name; looks inside a peft wrapper."""
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    model_class: Any = type(model)
+    model_class: Any = type(base_of(model))
     return name in _parameters_of(model_class)
 
 
@@ -55,9 +55,9 @@ def _parameters_of(model_class: Any) -> frozenset[str]:
     return frozenset(inspect.signature(model_class.forward).parameters)
 
 
-def context_length_of(model: nn.Module) -> int | None:
-    """Return the context length of the model in tokens, or None if its config does not say."""
-    config: Any = getattr(model, "config", None)
+def context_length_of(model: nn.Module | PreTrainedConfig) -> int | None:
+    """Return the context length in tokens of a model, or of a model with this config; None if the config has none."""
+    config: Any = getattr(model, "config", model)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     length = getattr(text_config, "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 0 else None

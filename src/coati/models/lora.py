@@ -99,15 +99,11 @@ class LoRAConstructor:
         """Return the settings of every adapted layer, by the layer's plain name; empty without adapters."""
         found: dict[str, LayerLoRA] = {}
         for name, module in model.named_modules():
-            scaling = getattr(module, "scaling", None)
-            if not isinstance(scaling, dict) or not hasattr(module, "lora_A"):
-                continue
-            adapter = next((name for name in scaling if name in module.lora_A), None)
-            if adapter is None:
-                continue
-            found[plain_name(f"{name}.").removesuffix(".")] = LayerLoRA(
-                scale=float(scaling[adapter]), is_transposed=bool(getattr(module, "fan_in_fan_out", False))
-            )
+            adapters = getattr(module, "lora_A", None)
+            if isinstance(adapters, nn.ModuleDict) and adapters:
+                scale, is_transposed = module.scaling[next(iter(adapters))], getattr(module, "fan_in_fan_out", False)
+                layer = plain_name(f"{name}.").removesuffix(".")
+                found[layer] = LayerLoRA(scale=float(scale), is_transposed=bool(is_transposed))
         return found
 
     @torch.no_grad()

@@ -47,19 +47,14 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     first_name: dict[object, str] = {}
     tied: dict[str, str] = {}
     for name, tensor in state_tensors(module).items():
-        identity = _identity(tensor)
-        if identity in first_name:
-            tied[name] = first_name[identity]
-        else:
-            first_name[identity] = name
+        if (first := first_name.setdefault(_identity(tensor), name)) != name:
+            tied[name] = first
     return tied
 
 
 def state_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a module's state dict, with parameters as the objects themselves."""
-    # keep_vars returns the parameter objects, which can be compared by identity.
-    state = module.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
 def _identity(tensor: Tensor) -> object:
@@ -98,10 +93,7 @@ def iter_state_chunks(
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor detached, and gathered if it is sharded (then every rank must call this)."""
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        whole: Tensor = tensor.full_tensor()
-        return whole
-    return tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -114,5 +106,4 @@ def laid_out_like(whole: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return whole
     # Every rank has the whole tensor: src_data_rank=None slices it locally and sends nothing.
-    sharded: DTensor = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    return sharded
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

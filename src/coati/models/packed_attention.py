@@ -85,9 +85,8 @@ def attend_rows(
     heads = _Heads(query, key, value)
     if _FLASH is not None and _supports_flash(query):
         return _FLASH(heads, starts, max(lengths), scale, window)
-    return _by_length(
-        heads, lengths, scale=scale, window=window, is_tiled=query.device.type == "cpu" or active_tile() > 0
-    )
+    is_tiled = query.device.type == "cpu" or active_tile() > 0
+    return _by_length(heads, lengths, scale=scale, window=window, is_tiled=is_tiled)
 
 
 def _supports_flash(query: Tensor) -> bool:
@@ -98,12 +97,9 @@ def _supports_flash(query: Tensor) -> bool:
 class _Heads(NamedTuple):
     """Query, key and value heads of T tokens, packed end to end."""
 
-    query: Tensor
-    """[T, H, D]"""
-    key: Tensor
-    """[T, K, D]"""
-    value: Tensor
-    """[T, K, D]"""
+    query: Tensor  # [T, H, D]
+    key: Tensor  # [T, K, D]
+    value: Tensor  # [T, K, D]
 
 
 _Flash = Callable[[_Heads, Tensor, int, float | None, int | None], Tensor]
@@ -188,10 +184,8 @@ class _Bucket(NamedTuple):
 
     num_rows: int
     width: int
-    tokens: Tensor
-    """Indices of their tokens in the sequence, [t]."""
-    indices: Tensor
-    """Indices of these tokens in the flattened batch, [num_rows · width], [t]."""
+    tokens: Tensor  # [t] indices of their tokens in the sequence
+    indices: Tensor  # [t] indices of these tokens in the flattened batch, [num_rows · width]
 
     @property
     def is_full(self) -> bool:

@@ -50,10 +50,8 @@ _MAX_TOKENS_PER_SHARED = 8  # at least one in this many tokens must be shared
 class SharedPrefixes:
     """Which T of the N tokens of packed rows are computed; the others equal a computed token of another row."""
 
-    owners: Tensor
-    """[T] index of each computed token among the N."""
-    slots: Tensor
-    """[N] index of each token among the T computed ones."""
+    owners: Tensor  # [T] index of each computed token among the N
+    slots: Tensor  # [N] index of each token among the T computed ones
 
     @classmethod
     def of(cls, sequences: Tensor, is_real: Tensor, *, min_tokens: int = MIN_SHARED_TOKENS) -> "SharedPrefixes | None":
@@ -107,19 +105,13 @@ def _prefix_sources(in_common: Sequence[int], min_tokens: int) -> tuple[list[int
 class PackedRows:
     """The N real tokens of a padded batch `[B, S]`, and where they came from."""
 
-    tokens: Tensor
-    """[N]"""
-    positions: Tensor
-    """[N] position of each token in its row, from 0."""
-    indices: Tensor
-    """[N] index of each token in the padded batch, row · S + column."""
-    starts: Tensor
-    """[rows + 1] int32: start of each row among the N tokens, and the end of the last one. Empty rows are left out."""
+    tokens: Tensor  # [N]
+    positions: Tensor  # [N] position of each token in its row, from 0
+    indices: Tensor  # [N] index of each token in the padded batch, row · S + column
+    starts: Tensor  # [rows + 1] int32: start of each row that is not empty among the N, and the end of the last one
     max_length: int
-    shape: torch.Size
-    """[B, S]"""
-    shared: SharedPrefixes | None = None
-    """Which T of the tokens are computed; None for all."""
+    shape: torch.Size  # [B, S]
+    shared: SharedPrefixes | None = None  # which T of the tokens are computed; None for all
 
     @classmethod
     def of(cls, sequences: Tensor, attention_mask: Tensor | None) -> "PackedRows":

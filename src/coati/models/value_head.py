@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from coati.config import LoRASettings
 from coati.errors import CheckpointError, ConfigError, DataError
-from coati.models.calls import accepts, last_real_position, load_or_copy_config, position_ids_from_mask
+from coati.models.calls import forward_causal, last_real_position, load_or_copy_config
 from coati.models.lora import add_lora
 from coati.models.memory import copy_mapped_weights, wants_shapes_only
 from coati.models.packing import (
@@ -46,13 +46,12 @@ class ValueHeadModel(nn.Module):
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
         """Load what `save_pretrained` wrote, a classification model, or any decoder."""
         head_file = Path(path) / HEAD_FILE
-        is_empty = wants_shapes_only(kwargs)
         kwargs.setdefault("trust_remote_code", False)  # by default transformers would prompt on the terminal
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=kwargs["trust_remote_code"])
         architecture = next(iter(getattr(config, "architectures", None) or ()), "")
         has_own_head = not head_file.exists() and architecture.endswith("ForSequenceClassification")
         auto_class = AutoModelForSequenceClassification if has_own_head else AutoModel
-        if is_empty:
+        if wants_shapes_only(kwargs):
             with torch.device("meta"):
                 return cls(auto_class.from_config(config, **kwargs), lora=lora)
         loaded = cls(copy_mapped_weights(auto_class.from_pretrained(str(path), **kwargs)), lora=lora)
@@ -88,12 +87,7 @@ class ValueHeadModel(nn.Module):
                 packed = PackedRows.of(input_ids, attention_mask)
                 if len(packed) > 0:
                     return packed.unpacked(self._apply_head(packed_hidden(self.body, packed)))
-        kwargs: dict[str, Any] = {}
-        if attention_mask is not None and accepts(self.body, "position_ids"):
-            kwargs["position_ids"] = position_ids_from_mask(attention_mask)
-        if accepts(self.body, "use_cache"):
-            kwargs["use_cache"] = False
-        hidden = self.body(input_ids=input_ids, attention_mask=attention_mask, **kwargs)[0]
+        hidden = forward_causal(self.body, input_ids, attention_mask)[0]
         # A copy, not a view: sharding attaches its backward hook to what a module returns, and a view can lose it.
         return self._apply_head(hidden).clone()
 
@@ -167,7 +161,6 @@ def packs(model: nn.Module) -> bool:
 
 
 def _split_body_and_head(model: PreTrainedModel) -> tuple[nn.Module, nn.Linear]:
-    """Return the decoder body and a head with one output."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"a critic or reward model needs a transformers model, got {type(model).__name__}. "

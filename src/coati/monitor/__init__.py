@@ -2,12 +2,10 @@
 
 from coati.monitor.metrics import Max as Max
 from coati.monitor.metrics import Mean as Mean
-from coati.monitor.metrics import Metric as Metric
 from coati.monitor.metrics import Min as Min
 from coati.monitor.metrics import Sum as Sum
 from coati.monitor.metrics import load_metrics as load_metrics
 from coati.monitor.metrics import read_jsonl as read_jsonl
 from coati.monitor.run_log import RunLog as RunLog
 from coati.monitor.run_log import RunSnapshot as RunSnapshot
-from coati.monitor.timeline import Timeline as Timeline
 from coati.monitor.trackers import Tracker as Tracker

@@ -42,8 +42,7 @@ _FAILED: Final = "Tracker %s failed; training continues without it. %s"
 
 class _Follower(NamedTuple):
     name: str
-    end: IO[bytes]
-    """Pipe through which the driver reports the end of the run."""
+    end: IO[bytes]  # pipe through which the driver reports the end of the run
     work: Future[None]
 
 

@@ -85,11 +85,7 @@ def merge_metrics(held: dict[str, Metric], metrics: Mapping[str, Metric]) -> Non
 
 def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Return the values by name, without means of weight 0, which have no data."""
-    return {
-        name: float(metric.value)
-        for name, metric in metrics.items()
-        if not (isinstance(metric, Mean) and metric.weight == 0)
-    }
+    return {name: float(metric.value) for name, metric in metrics.items() if getattr(metric, "weight", 1.0) != 0}
 
 
 def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -145,7 +141,7 @@ def load_metrics(run: str | Path) -> pandas.DataFrame:
             f"load_metrics needs pandas, which cannot be imported ({error}). Run pip install pandas."
         ) from None
     # The evaluation of the final model has a row of its own, with the number of the last step.
-    return pandas.DataFrame(read_jsonl(Path(run) / "metrics.jsonl")).groupby("step").first()
+    return pandas.DataFrame(read_jsonl(Path(run) / "metrics.jsonl") or {"step": []}).groupby("step").first()
 
 
 def _finite(value: Any) -> Any:

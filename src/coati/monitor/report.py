@@ -106,8 +106,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
     """Return the key figures at the top of a report as (name, value) pairs. Unknown ones are left out."""
     facts: list[tuple[str, str]] = []
-    rewards = [reward for _, reward in run.series("reward/mean")]
-    if rewards:
+    if rewards := [reward for _, reward in run.series("reward/mean")]:
         facts.append(("mean reward, first → last", "{:.3f} → {:.3f}".format(*first_and_last(rewards))))
     if run.metrics:
         facts.append(("training steps", f"{max(row['step'] for row in run.metrics):,}"))
@@ -243,7 +242,6 @@ def _without_pauses(spans: Mapping[str, Sequence[Span]]) -> dict[str, list[Span]
 
 
 def _shares(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
-    """Add up one actor's spans, as shares of the window."""
     elapsed = max(end - start, 1e-9)
     shares: dict[str, float] = {}
     for span in spans:

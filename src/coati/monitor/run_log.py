@@ -71,8 +71,7 @@ class RunLog:
     ) -> None:
         self.state = RunSnapshot(total_steps=total_steps)
         """The current state. The log's owner sets `message`, `restarts`, `buffer_batches` and `num_made`."""
-        self.stop_reason = ""
-        """Why an evaluation ended the run; empty if none did."""
+        self.stop_reason = ""  # why an evaluation ended the run; empty if none did
         self._folder = folder
         self._failed: set[str] = set()  # files that could not be written
         self._num_spans_left = max_spans
@@ -104,7 +103,6 @@ class RunLog:
         self._reset_pace()
 
     def _reset_pace(self) -> None:
-        """Measure the pace from now on."""
         self._marks = deque([(self._clock(), self.state.step, self.state.num_made)], maxlen=_PACE_STEPS + 1)
 
     def continue_from(self, step: int, version: int, *, is_restart: bool = False) -> None:
@@ -150,7 +148,6 @@ class RunLog:
         self._write_spans(actor, spans)
 
     def _add_maker_metrics(self, version: int, record: Mapping[str, Any]) -> None:
-        """Merge a maker's metrics of a batch, and write the samples that it reports."""
         if any(start <= version for start in self._restarted_at[record.get("incarnation", 0) :]):
             return  # trainers restarted from before this version, so it is sampled again
         if version > self._maker_version:
@@ -177,7 +174,6 @@ class RunLog:
             next((row for row in self._rows if row["step"] == step), self._rows[0]).update(metrics)
 
     def _write_spans(self, actor: str, spans: Sequence[Span]) -> None:
-        """Write an actor's spans, one per line, up to the run's limit."""
         if not spans or self._num_spans_left == 0:
             return
         kept = spans[: self._num_spans_left]
@@ -225,7 +221,6 @@ class RunLog:
         self.state.reward, self.state.kl = made.get("reward/mean"), made.get("kl/per_sample")
 
     def _write_rows(self, *, is_end: bool = False) -> None:
-        """Write the rows that are complete, in order."""
         while self._rows:
             version = self._rows[0]["version"]
             is_last_of_version = len(self._rows) == 1 or self._rows[1]["version"] != version

@@ -80,8 +80,7 @@ class Timeline:
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.version = 0
-        """Version of the weights, recorded with every span that ends from now on."""
+        self.version = 0  # of the weights, recorded with every span that ends from now on
         self._clock = clock
         self._began = clock()
         self._offset = wall_clock() - self._began

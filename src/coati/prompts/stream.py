@@ -55,14 +55,12 @@ class PromptStream:
         name: str = "[prompts]",
     ) -> None:
         self.columns = table.other_columns
-        """All columns except the prompts."""
         if taken := [name for name in self.columns if name in RESERVED_COLUMNS]:
             raise DataError(
                 f"{table.source} has a column {taken[0]!r} besides the prompts in {table.column!r}, but this name is "
                 f"reserved. Rename the column. Reserved names: {', '.join(RESERVED_COLUMNS)}."
             )
-        self.skipped: Counter[str] = Counter()
-        """Number of positions skipped so far, by reason."""
+        self.skipped: Counter[str] = Counter()  # number of positions so far, by reason
         self.samples_per_batch = rollout.prompts_per_batch * rollout.samples_per_prompt
         self._table, self._tokenizer, self._seed, self._shuffle = table, tokenizer, seed, prompts.shuffle
         self._samples_per_prompt, self._max_new_tokens = rollout.samples_per_prompt, rollout.max_new_tokens
@@ -121,7 +119,6 @@ class PromptStream:
         return samples, skipped
 
     def _order_of(self, pass_number: int) -> Sequence[int]:
-        """Return the rows in the order of one pass."""
         order: Sequence[int] = range(len(self._table))
         if self._shuffle:
             order = keyed_generator(self._seed, pass_number, stream=STREAM_PROMPTS).permutation(len(order)).tolist()
@@ -163,7 +160,6 @@ class PromptStream:
             logger.warning("%s: %s (%s).", self._name, topic, details)
 
     def _is_cut(self, tokens: Sequence[int]) -> bool:
-        """Return whether a prompt leaves less room than `max_new_tokens`."""
         return self._context_length is not None and len(tokens) + self._max_new_tokens > self._context_length
 
 
@@ -203,5 +199,4 @@ def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, *, where: str) -
 
 
 def _num_trailing(ids: Sequence[int], token_id: int) -> int:
-    """Return how many times a token occurs in a row at the end."""
     return next((count for count, last in enumerate(reversed(ids)) if last != token_id), len(ids))

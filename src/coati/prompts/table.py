@@ -16,7 +16,6 @@ from coati.errors import DataError
 Row = dict[str, Any]
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""Suffixes of prompt files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +67,13 @@ def looks_local(path: str) -> bool:
     return "/" in path and Path(path).parent.is_dir()
 
 
-def check_source(path: str) -> None:
-    """Raise DataError if a path cannot have prompts, or if the `datasets` package is needed and not installed."""
-    file = Path(path)
+def load_prompts(path: str | Path, *, split: str = "train", subset: str = "", column: str = "prompt") -> PromptTable:
+    """Load prompts from a .jsonl, .json, .csv or .parquet file, or from a `datasets` folder or hub name.
+
+    A single file is one split, so `split` is ignored. `subset` is the configuration of a hub dataset. Raises DataError
+    if there are no prompts, or if the `datasets` package is needed and not installed.
+    """
+    file, path = Path(path), str(path)
     is_file = file.suffix in FILE_SUFFIXES
     if (is_file and not file.is_file()) or (not is_file and looks_local(path) and not file.is_dir()):
         rule = "which does not exist" if is_file else f"which is neither a folder nor a {'/'.join(FILE_SUFFIXES)} file"
@@ -78,25 +81,15 @@ def check_source(path: str) -> None:
             f"prompts.path is {path!r}, {rule}. Check the path. A relative path is looked up in the folder of the TOML "
             f"file, then in {Path.cwd()}."
         )
-    if file.suffix != ".jsonl" and importlib.util.find_spec("datasets") is None:
+    if file.suffix == ".jsonl":
+        rows = _read_jsonl(file)
+        return PromptTable(rows=list(rows.values()), column=column, source=path, lines=list(rows))
+    if importlib.util.find_spec("datasets") is None:
         raise DataError(
             f"prompts.path {path!r} needs the datasets package. Run pip install 'coati[data]', or convert the prompts "
             "to JSONL, which needs no package."
         )
-
-
-def load_prompts(path: str | Path, *, split: str = "train", subset: str = "", column: str = "prompt") -> PromptTable:
-    """Load prompts from a .jsonl, .json, .csv or .parquet file, or from a `datasets` folder or hub name.
-
-    A single file is one split, so `split` is ignored. `subset` is the configuration of a hub dataset.
-    """
-    check_source(str(path))
-    file = Path(path)
-    if file.suffix == ".jsonl":
-        numbered = _read_jsonl(file)
-        lines, rows = list(numbered), list(numbered.values())
-        return PromptTable(rows=rows, column=column, source=str(path), lines=lines)
-    return PromptTable(rows=_read_dataset(str(path), split, subset), column=column, source=str(path))
+    return PromptTable(rows=_read_dataset(path, split, subset), column=column, source=path)
 
 
 def _read_jsonl(path: Path) -> dict[int, Row]:
@@ -165,7 +158,6 @@ def _read_file(datasets: Any, path: Path) -> list[Row]:
 
 
 def _prompt_problem(prompt: Any) -> str | None:
-    """Return what is wrong with a prompt, or None."""
     if isinstance(prompt, str):
         return _text_problem(prompt)
     if not isinstance(prompt, list):

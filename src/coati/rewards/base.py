@@ -41,8 +41,7 @@ class RewardRequest:
         self._prompts, self._completions = prompts, completions
         self.sequences, self.attention_mask, self.action_mask = sequences, attention_mask, action_mask
         self.columns = dict(columns or {})
-        self.timeout_seconds = math.inf
-        """Time limit of this request, if it is shorter than the reward's own."""
+        self.timeout_seconds = math.inf  # of this request, if it is shorter than the reward's own
 
     def __len__(self) -> int:
         return int(self.sequences.shape[0])
@@ -79,14 +78,10 @@ class RewardRequest:
 class Reward:
     """Scores a batch. Subclass it for a reward that is neither a function nor a model."""
 
-    name: str
-    """Name in metrics and errors."""
-    is_host_work = False
-    """True if it uses no model, so that it can run on a thread while models score."""
-    timeout_seconds = 1800.0
-    """Deadline for one batch."""
-    start_seconds = 0.0
-    """Time that it may take to start before a call, in addition to `timeout_seconds`."""
+    name: str  # in metrics and errors
+    is_host_work = False  # True if it uses no model, so that it can run on a thread while models score
+    timeout_seconds = 1800.0  # deadline for one batch
+    start_seconds = 0.0  # time that it may take to start before a call, in addition to `timeout_seconds`
 
     def score(self, request: RewardRequest) -> Tensor | Sequence[Verdict]:
         """Return one score per sample, [B], or one verdict per sample. A score that is not finite means no score.
@@ -99,10 +94,7 @@ class Reward:
 
 
 class ModelReward(Reward):
-    """Scores tokens with a module, called as `model(sequences, attention_mask)`, that returns one score per sequence.
-
-    The module is put into evaluation mode.
-    """
+    """Scores sequences with a module, which it puts into evaluation mode and calls as `model(ids, attention_mask)`."""
 
     def __init__(self, model: Any, name: str = "") -> None:
         self.name = name or type(model).__name__

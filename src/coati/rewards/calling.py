@@ -13,10 +13,12 @@ import math
 import numbers
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic import ConfigDict, ValidationError, validate_call
 
 from coati.counting import counted
 from coati.errors import ConfigError
@@ -70,7 +72,16 @@ def load_reward_function(
     except TypeError as error:
         known = ", ".join(signature.parameters)
         raise ConfigError(f"Reward {name!r}: {error}. Its options are {known} (docs/rewards.md).") from None
-    return function(**options) if in_library else functools.partial(function, **options)
+    if not in_library:
+        return functools.partial(function, **options)
+    try:
+        return validate_call(config=ConfigDict(strict=True))(function)(**options)  # type: ignore[no-any-return]
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        key, got = ".".join(map(str, wrong["loc"])), excerpt(repr(wrong["input"]))
+        raise ConfigError(
+            f"Reward {name!r}: option {key!r}: {wrong['msg']}, got {got}. Correct reward.options."
+        ) from None
 
 
 def needed_package(name: str, extra: str = "rewards") -> Any:
@@ -124,12 +135,8 @@ def call_function(function: Callable[..., Any], offered: Mapping[str, Any], expe
     if takes_others:
         named |= dict.fromkeys(offered.keys() - bound_options(function) - set(_ONLY_IF_NAMED), False)
     returned = function(**{name: value for name, value in offered.items() if name in named})
-    if inspect.isawaitable(returned):
-
-        async def result(awaitable: Awaitable[Any]) -> Any:
-            return await awaitable
-
-        returned = asyncio.run(result(returned))
+    if inspect.iscoroutine(returned):
+        returned = asyncio.run(returned)
     return read_verdicts(returned, expected)
 
 

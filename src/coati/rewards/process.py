@@ -151,7 +151,6 @@ class RewardProcess:
             self._end(self._process)
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
-        """End the child and return its exit code."""
         if self._process is process:
             self._process = None
         # On SIGTERM, the guard kills all others. A killed process may not end at once, for example on a stuck disk.

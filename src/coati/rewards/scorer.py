@@ -36,7 +36,6 @@ class PendingScores:
         self.verdicts: dict[str, list[Verdict]] = {}
         """The verdicts on all samples, by name of the reward or of each term of a sum. Empty until scoring is done."""
         self.num_retries = 0
-        """Number of retries so far."""
         self.request = request
         self._scorer, self._device = scorer, device
         self._may_fail = scorer.max_quarantined > 0
@@ -203,11 +202,9 @@ class RewardScorer:
         self.reward = reward
         self.tokenizer = tokenizer
         self.retries, self.max_quarantined = retries, max_quarantined
-        self.working: set[str] = set()
-        """Names of the rewards that have scored at least one sample."""
+        self.working: set[str] = set()  # names of the rewards that have scored at least one sample
         self.thread = BackgroundThread(name="rewards")
-        self.queue: list[Future[Tensor]] = []
-        """Batches queued on the thread."""
+        self.queue: list[Future[Tensor]] = []  # batches on the thread
 
     def begin(
         self,

@@ -48,6 +48,13 @@ def test_metrics_load_as_a_data_frame_indexed_by_step(tmp_path):
     assert table.loc[2, ["version", "policy/loss", "eval/held-out/avg@1"]].tolist() == [0, 0.5, 0.5]
 
 
+def test_a_run_without_metrics_yet_loads_as_an_empty_data_frame(tmp_path):
+    pytest.importorskip("pandas")
+    (tmp_path / "metrics.jsonl").touch()
+    table = load_metrics(tmp_path)
+    assert (table.index.name, len(table)) == ("step", 0)
+
+
 def test_without_pandas_the_error_names_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ConfigError, match="pip install pandas"):

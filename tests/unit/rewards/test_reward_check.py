@@ -59,6 +59,8 @@ def test_a_library_reward_with_options_and_columns(check):
     rows = [row("\\boxed{4}", solution="4"), row("five", solution="4")]
     code, text = check("regex", rows, "--set", "reward.options.pattern='[0-9]'")
     assert (code, "mean 0.5" in text) == (0, True)
+    with pytest.raises(ConfigError, match=r"option 'pattern': .* valid string, got 1"):
+        check("regex", rows, "--set", "reward.options.pattern=1")
     code, text = check("checked_rewards:picky", [row("yes", solution="yes")], "--set", "reward.columns.answer=solution")
     assert "mean 1" in text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from coati.errors import ConfigError
 from coati.rewards.calling import Verdict, needed_package, require
@@ -41,7 +41,7 @@ def tags(*, tags: Sequence[str] = ("think", "answer"), prefix: str = "") -> Call
 
     `prefix` is the start of the response that is already in the prompt, such as "<think>".
     """
-    require("format", bool(tags) and not isinstance(tags, str), "a list of tags")
+    require("format", bool(tags), "at least one tag")
 
     def matches(text: str) -> bool:
         text = rest = prefix + text
@@ -65,14 +65,14 @@ def length(
         excess = max(minimum - len(parts), len(parts) - maximum, 0)
         return max(0.0, 1.0 - excess / margin) if margin else float(excess == 0)
 
-    return _rating("length", unit, rate)
+    return _rating(unit, rate)
 
 
 def overlong(*, max_tokens: int, buffer_tokens: int, unit: Unit = "tokens") -> Callable[..., list[float]]:
     """Score DAPO's soft overlong penalty: 0 up to `max_tokens` - `buffer_tokens`, then down to -1 at `max_tokens`."""
     require("overlong", 0 < buffer_tokens <= max_tokens, "0 < buffer_tokens <= max_tokens")
     start = max_tokens - buffer_tokens
-    return _rating("overlong", unit, lambda parts: min(0.0, max(-1.0, (start - len(parts)) / buffer_tokens)))
+    return _rating(unit, lambda parts: min(0.0, max(-1.0, (start - len(parts)) / buffer_tokens)))
 
 
 def repetition(*, size: int = 4, unit: Unit = "words") -> Callable[..., list[float]]:
@@ -83,12 +83,10 @@ def repetition(*, size: int = 4, unit: Unit = "words") -> Callable[..., list[flo
         ngrams = list(zip(*(itertools.islice(parts, start, None) for start in range(size)), strict=False))
         return len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0
 
-    return _rating("repetition", unit, rate)
+    return _rating(unit, rate)
 
 
-def _rating(name: str, unit: Unit, rate: Callable[[Sequence[Hashable]], float]) -> Callable[..., list[float]]:
-    """Return a reward function that rates the tokens, words or characters of each completion."""
-    require(name, unit in get_args(Unit), f"one of the units {', '.join(get_args(Unit))}, got {unit!r}")
+def _rating(unit: Unit, rate: Callable[[Sequence[Hashable]], float]) -> Callable[..., list[float]]:
     if unit == "tokens":
         return lambda completion_ids: [rate(ids) for ids in completion_ids]
     return lambda completions: [rate(text.split() if unit == "words" else text) for text in completions]
