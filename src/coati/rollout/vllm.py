@@ -1,23 +1,30 @@
 """vLLM as an engine: for models that the native engine does not know.
 
 vLLM runs in the maker's process, a step at a time, with its own copy of the actor's weights, adapters merged into them.
+With tensor parallelism that process only schedules: every shard of the copy is in a worker process, on its own GPU.
 A new copy is written between two steps and proven twice: its bits must have the same sum as those that were sent, and
 the log-probs of a canary prompt must be the actor's. Nothing is delivered before that. Each copy has a salt of its own,
 so that no prompt is continued from cached keys of other weights.
 """
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import os
+import re
+import subprocess
 import tempfile
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from coati.errors import ConfigError, GenerateOptionError, WeightUpdateError
+from coati.errors import CoatiError, ConfigError, EngineFailed, GenerateOptionError, WeightUpdateError
 from coati.experience import Sample
 from coati.models.actor import action_logprobs, unwrap
 from coati.models.calls import context_length_of
@@ -26,10 +33,14 @@ from coati.models.packing import base_of
 from coati.randomness import keyed_generator
 from coati.rollout.engine import admitted
 from coati.rollout.sampling import StopStrings, stop_strings_of
+from coati.weights.message import TensorSpec, copy_all, layout, specs_of, views
 
 _CANARY_TOKENS = 32
 # The mean gap of log-probs that rounding cannot explain, in float32 and in shorter formats.
 _EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
+# Weights for worker processes pass through shared memory of this size; a larger tensor is alone in its own.
+_CHUNK_BYTES = 256 * 2**20
+_WORKER_SECONDS = 300.0  # to load one; vLLM has the same deadline for a step
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,12 +81,14 @@ class VllmEngine:
     """
 
     def __init__(self, model: nn.Module, **settings: Any) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
             if settings.get(name, 1) != 1:
                 raise ConfigError(
-                    f"rollout.vllm.{name} must be 1, got {settings[name]}: vLLM runs in the maker's process, on its "
-                    "GPU. Use more makers (topology.makers)."
+                    f"rollout.vllm.{name} must be 1, got {settings[name]}. Use tensor_parallel_size, or more makers "
+                    "(topology.makers)."
                 )
+        is_parallel = settings.get("tensor_parallel_size", 1) != 1
+        self._has_workers = settings.setdefault("distributed_executor_backend", "mp" if is_parallel else "uni") != "uni"
         self.model = model
         self._settings = settings
         self._engine: Any = None
@@ -124,7 +137,9 @@ class VllmEngine:
             self._copy_weights(self._waiting[0].tokens)
         while self._waiting and len(self._writing) < self._max_sequences:
             self._add(self._waiting.popleft())
-        for output in self._engine.step():
+        with self._worker_errors_explained():
+            outputs = self._engine.step()
+        for output in outputs:
             if output.request_id in self._canaries:
                 self._check_canary(output)
             elif (written := self._writing.get(output.request_id)) is not None:
@@ -204,7 +219,11 @@ class VllmEngine:
                 **self._settings,
                 "max_num_seqs": self._max_sequences + 1,  # the canary has a place of its own
             }
-            return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+            engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+        if self._has_workers:
+            weakref.finalize(self, engine.engine_core.shutdown)
+            self._remover = _remove_at_end([worker.proc.pid for worker in engine.model_executor.workers])
+        return engine
 
     def _copy_weights(self, prompt: list[int]) -> None:
         """Give the engine the actor's weights, if they have changed, and send the canary after them."""
@@ -213,8 +232,12 @@ class VllmEngine:
         if weights == self._weights:
             return
         self._weights = ()  # unless all of them arrive
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": _merged_weights(base)})
-        self._check_bits(base)
+        with self._worker_errors_explained():
+            if self._has_workers:
+                self._send_weights(base)
+            else:
+                self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": _merged_weights(base)})
+            self._check_bits(base)
         self._engine.abort_request([*self._canaries])  # they would be of these weights now
         self._canaries.clear()
         self._weights, self._num_copies = weights, self._num_copies + 1
@@ -224,11 +247,44 @@ class VllmEngine:
         self._canaries[name] = action_logprobs(self.model, ids, torch.ones_like(ids), len(tokens) - 1)[0][0].float()
         self._send(name, tokens, _import_vllm().SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
 
+    def _send_weights(self, base: nn.Module) -> None:
+        """Do what vLLM's `reload_weights` does, in the workers. Each chunk is in memory that all of them map."""
+        rpc = functools.partial(self._engine.collective_rpc, timeout=_WORKER_SECONDS)
+        rpc(_begin_update)
+        for chunk in _in_chunks(_merged_weights(base)):
+            specs = specs_of(chunk)
+            size = layout(specs)[1]
+            file = os.memfd_create("coati-weights")  # no file in any folder, so none is left whatever is killed
+            try:
+                path = f"/proc/{os.getpid()}/fd/{file}"
+                memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+                copy_all([*views(memory, specs).values()], [*chunk.values()])
+                rpc(_load_chunk, args=(path, specs))
+            finally:
+                os.close(file)
+        rpc(_end_update)
+
+    @contextlib.contextmanager
+    def _worker_errors_explained(self) -> Iterator[None]:
+        """Turn what vLLM raises when a worker process fails into an error of ours, and end the others."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_workers or isinstance(error, CoatiError | torch.OutOfMemoryError):  # the maker's own
+                raise
+            self._engine.engine_core.shutdown()
+            raise EngineFailed(
+                f"A worker process of vLLM failed, ended or did not answer ({type(error).__name__}: {error}). See the "
+                "maker's log. `coati train --resume` continues from the last checkpoint."
+            ) from error
+
     def _check_bits(self, base: nn.Module) -> None:
         """Compare sums of bits. Where the first differ, vLLM converts weights, and the canary alone proves them."""
         names = {plain_name(name) for name, _ in base.named_parameters()}  # tied ones once
-        sent = _sum_of_bits((name, weight) for name, weight in _merged_weights(base) if name in names)
-        (found,) = self._engine.apply_model(lambda model: _sum_of_bits(model.named_parameters()))
+        sent = sum(_sum_of_bits(weight) for name, weight in _merged_weights(base) if name in names)
+        shards = zip(*self._engine.collective_rpc(_sums_of_bits, timeout=_WORKER_SECONDS), strict=True)
+        # Of a weight that is not split, all workers have the same.
+        found = sum(sums[0] if len({*sums}) == 1 else sum(sums) for sums in shards)
         if self._num_copies and self._keeps_bits and found != sent:
             raise WeightUpdateError(
                 "vLLM does not have the weights that were copied to it. Try another version of vLLM, or "
@@ -288,10 +344,66 @@ def _merged_weights(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield plain_name(name), weight
 
 
-def _sum_of_bits(weights: Iterable[tuple[str, Tensor]]) -> int:
+def _in_chunks(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    chunk: dict[str, Tensor] = {}
+    for name, weight in weights:
+        if chunk and sum(one.nbytes for one in chunk.values()) + weight.nbytes > _CHUNK_BYTES:
+            yield chunk
+            chunk = {}
+        chunk[name] = weight
+    yield chunk
+
+
+def _remove_at_end(workers: Iterable[int]) -> "subprocess.Popen[bytes]":
+    """Have the files in shared memory that these processes use removed when this one has ended, however it ends.
+
+    Ray kills a maker with its children, and so what would have removed them. The shell that waits is not one of these,
+    and neither its environment nor its files are of the run, by which `coati.ray.warden` finds what to end.
+    """
+    used = "".join(Path(f"/proc/{worker}/maps").read_text(encoding="utf-8") for worker in workers)
+    files = {*re.findall(r"/dev/shm/\S+", used)}
+    wait_and_remove = 'exec 3<&0; { read _ <&3; rm -f -- "$@"; } &'  # the pipe is closed when this process has ended
+    return subprocess.Popen(
+        ["sh", "-c", wait_and_remove, "sh", *files],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={"PATH": os.defpath},
+        start_new_session=True,
+    )
+
+
+def _begin_update(worker: Any) -> None:
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    initialize_layerwise_reload(worker.get_model())
+
+
+def _load_chunk(worker: Any, path: str, specs: tuple[TensorSpec, ...]) -> None:
+    """Load the worker's part of these weights. vLLM keeps those of a layer that is not complete: they stay mapped."""
+    from vllm.config import set_current_vllm_config
+
+    memory = torch.from_file(path, size=layout(specs)[1], dtype=torch.uint8)
+    with set_current_vllm_config(worker.vllm_config):
+        worker.get_model().load_weights(views(memory, specs).items())
+
+
+def _end_update(worker: Any) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    with set_current_vllm_config(worker.vllm_config):
+        finalize_layerwise_reload(worker.get_model(), worker.vllm_config.model_config)
+
+
+def _sums_of_bits(worker: Any) -> list[int]:
+    return [_sum_of_bits(weight) for weight in worker.get_model().parameters()]
+
+
+def _sum_of_bits(weight: Tensor) -> int:
     """The same however weights are joined, turned or filled up with zeros."""
     formats = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return sum(int(weight.view(formats[weight.element_size()]).sum(dtype=torch.int64)) for _, weight in weights)
+    return int(weight.view(formats[weight.element_size()]).sum(dtype=torch.int64))
 
 
 def _import_vllm() -> Any:
