@@ -92,6 +92,10 @@ class AcceleratorFailed(CoatiError, RuntimeError):
     """A GPU failed for a reason other than memory; only a new process can use it again."""
 
 
+class EngineFailed(CoatiError, RuntimeError):
+    """A worker process of the rollout engine failed; only a new maker can generate again."""
+
+
 class CheckpointError(CoatiError, RuntimeError):
     """A saved model, optimizer state or journal is missing, incomplete or belongs to another run."""
 

@@ -22,12 +22,12 @@ def vllm_engine():
         shape = repr((base_of(unwrap(engine.model)).config.to_dict(), engine._settings))
         if shape not in running:
             end()
-            running[shape] = start(engine)
-        return running[shape]
+            running[shape] = start(engine), engine  # whose end would be that of its workers
+        return running[shape][0]
 
     def end():
         while running:
-            running.popitem()[1].engine_core.shutdown()
+            running.popitem()[1][0].engine_core.shutdown()
         gc.collect()
 
     def make(model, **settings):

@@ -191,6 +191,10 @@ class RunSettings(Section):
             if self.model.device == "cpu" and (share := getattr(self.topology, key)):
                 remedy = 'Set it to 0, or set model.device to "auto".'
                 yield f"topology.{key}", '0 while model.device is "cpu"', share, remedy
+        num_shards = self.rollout.vllm.get("tensor_parallel_size", 1) if self.rollout.engine == "vllm" else 1
+        if num_shards != 1 and (share := self.topology.gpus_per_maker) not in (0, num_shards):
+            rule = f"rollout.vllm.tensor_parallel_size ({num_shards}), so that each of vLLM's workers has a GPU"
+            yield "topology.gpus_per_maker", rule, share, f"Set it to {num_shards}."
         if (warmup := self.algorithm.critic_warmup_steps) >= (steps := self.train.optimizer_steps):
             rule = f"less than the optimizer steps of the run (train.total_steps × train.epochs = {steps})"
             yield "algorithm.critic_warmup_steps", rule, warmup, "Lower it, or the policy is never trained."

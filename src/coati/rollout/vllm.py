@@ -1,23 +1,27 @@
 """vLLM as an engine, for models that the native engine does not support.
 
-vLLM runs in the maker's process, one step at a time, with its own copy of the actor's weights and adapters merged in. A
-new copy is written between two steps and verified twice: the sum of its bits must equal that of the weights sent, and
+vLLM runs in the maker's process, one step at a time, with its own copy of the actor's weights and adapters merged in.
+With tensor parallelism that process only schedules, and every worker process holds a shard of the copy on its own GPU.
+A new copy is written between two steps and verified twice: the sum of its bits must equal that of the weights sent, and
 the log-probs of a canary prompt must match the actor's. Nothing is delivered before that. Each copy has its own cache
 salt, so that no prompt continues from keys that other weights computed.
 """
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import os
 import tempfile
+import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from coati.errors import ConfigError, GenerateOptionError, WeightUpdateError
+from coati.errors import CoatiError, ConfigError, EngineFailed, GenerateOptionError, WeightUpdateError
 from coati.experience import Sample
 from coati.models.actor import action_logprobs, unwrap
 from coati.models.calls import context_length_of
@@ -26,10 +30,21 @@ from coati.models.packing import base_of
 from coati.randomness import keyed_generator
 from coati.rollout.engine import admitted
 from coati.rollout.sampling import StopStrings, stop_strings_of
+from coati.rollout.vllm_workers import (
+    begin_update,
+    end_update,
+    load_chunk,
+    remove_shared_memory_at_exit,
+    sum_of_bits,
+    sums_of_bits,
+    weight_chunks,
+)
+from coati.weights.message import copy_all, layout, specs_of, tensor_views
 
 _CANARY_TOKENS = 32
 # Largest mean difference of log-probs that rounding can explain, in float32 and in narrower formats.
 _EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
+_WORKER_SECONDS = 300.0  # deadline for a call of all workers; vLLM's own deadline for a step is the same
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,12 +85,14 @@ class VllmEngine:
     """
 
     def __init__(self, model: nn.Module, **settings: Any) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
             if settings.get(name, 1) != 1:
                 raise ConfigError(
-                    f"rollout.vllm.{name} must be 1, got {settings[name]}: vLLM runs in the maker's process, on its "
-                    "GPU. Use more makers (topology.makers)."
+                    f"rollout.vllm.{name} must be 1, got {settings[name]}. Use tensor_parallel_size, or more makers "
+                    "(topology.makers)."
                 )
+        is_parallel = settings.get("tensor_parallel_size", 1) != 1
+        self._has_workers = settings.setdefault("distributed_executor_backend", "mp" if is_parallel else "uni") != "uni"
         self.model = model
         self._settings = settings
         self._engine: Any = None
@@ -124,7 +141,9 @@ class VllmEngine:
             self._copy_weights(self._waiting[0].tokens)
         while self._waiting and len(self._writing) < self._max_sequences:
             self._add(self._waiting.popleft())
-        for output in self._engine.step():
+        with self._worker_errors_explained():
+            outputs = self._engine.step()
+        for output in outputs:
             if output.request_id in self._canaries:
                 self._check_canary(output)
             elif (in_flight := self._writing.get(output.request_id)) is not None:
@@ -204,7 +223,11 @@ class VllmEngine:
                 **self._settings,
                 "max_num_seqs": self._max_sequences + 1,  # one more for the canary
             }
-            return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+            engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+        if self._has_workers:
+            weakref.finalize(self, engine.engine_core.shutdown)
+            self._remover = remove_shared_memory_at_exit([worker.proc.pid for worker in engine.model_executor.workers])
+        return engine
 
     def _copy_weights(self, prompt: list[int]) -> None:
         """Copy the actor's weights to the engine if they have changed, and submit a canary prompt."""
@@ -213,8 +236,12 @@ class VllmEngine:
         if weights == self._weights:
             return
         self._weights = ()  # in case copying fails
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": _merged_weights(base)})
-        self._check_bits(base)
+        with self._worker_errors_explained():
+            if self._has_workers:
+                self._send_weights(base)
+            else:
+                self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": _merged_weights(base)})
+            self._check_bits(base)
         self._engine.abort_request([*self._canaries])  # the new weights would compute them
         self._canaries.clear()
         self._weights, self._num_copies = weights, self._num_copies + 1
@@ -224,11 +251,46 @@ class VllmEngine:
         self._canaries[name] = action_logprobs(self.model, ids, torch.ones_like(ids), len(tokens) - 1)[0][0].float()
         self._send(name, tokens, _import_vllm().SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
 
+    def _send_weights(self, base: nn.Module) -> None:
+        """Update the workers' weights as vLLM's `reload_weights` does, in chunks of memory that all workers map."""
+        rpc = functools.partial(self._engine.collective_rpc, timeout=_WORKER_SECONDS)
+        rpc(begin_update)
+        for chunk in weight_chunks(_merged_weights(base)):
+            specs = specs_of(chunk)
+            size = layout(specs)[1]
+            file = os.memfd_create("coati-weights")  # anonymous, so nothing is left behind if a process is killed
+            try:
+                path = f"/proc/{os.getpid()}/fd/{file}"
+                memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+                copy_all([*tensor_views(memory, specs).values()], [*chunk.values()])
+                rpc(load_chunk, args=(path, specs))
+            finally:
+                os.close(file)
+        rpc(end_update)
+
+    @contextlib.contextmanager
+    def _worker_errors_explained(self) -> Iterator[None]:
+        """Raise EngineFailed if a worker process fails, and stop the others."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_workers or isinstance(
+                error, CoatiError | torch.OutOfMemoryError
+            ):  # raised in this process
+                raise
+            self._engine.engine_core.shutdown()
+            raise EngineFailed(
+                f"A worker process of vLLM failed, ended or did not answer ({type(error).__name__}: {error}). See the "
+                "maker's log. `coati train --resume` continues from the last checkpoint."
+            ) from error
+
     def _check_bits(self, base: nn.Module) -> None:
         """Compare sums of bits. If the first copy differs, vLLM converts weights, and only the canary verifies them."""
         names = {plain_name(name) for name, _ in base.named_parameters()}  # tied weights once
-        sent = _sum_of_bits((name, weight) for name, weight in _merged_weights(base) if name in names)
-        (found,) = self._engine.apply_model(lambda model: _sum_of_bits(model.named_parameters()))
+        sent = sum(sum_of_bits(weight) for name, weight in _merged_weights(base) if name in names)
+        shards = zip(*self._engine.collective_rpc(sums_of_bits, timeout=_WORKER_SECONDS), strict=True)
+        # All workers hold the same values of a weight that is not split.
+        found = sum(sums[0] if len({*sums}) == 1 else sum(sums) for sums in shards)
         if self._num_copies and self._keeps_bits and found != sent:
             raise WeightUpdateError(
                 "the weights in vLLM differ from those that were copied to it. Use another version of vLLM, or "
@@ -286,12 +348,6 @@ def _merged_weights(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield plain_name(name), (weight + delta).to(weight.dtype)
         elif ".lora_" not in name:
             yield plain_name(name), weight
-
-
-def _sum_of_bits(weights: Iterable[tuple[str, Tensor]]) -> int:
-    """Return the sum of all weights' bits, which joining, transposing and zero padding do not change."""
-    formats = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return sum(int(weight.view(formats[weight.element_size()]).sum(dtype=torch.int64)) for _, weight in weights)
 
 
 def _import_vllm() -> Any:

@@ -191,6 +191,17 @@ def test_gpus_on_a_cpu_run():
     assert 'topology.gpus_per_trainer must be 0 while model.device is "cpu", got 1.0' in message
 
 
+def test_each_worker_of_vllm_needs_a_gpu():
+    settings = ["rollout.engine=vllm", "rollout.vllm={ tensor_parallel_size = 2 }"]
+    for share in (0.5, 1, 4):
+        message = error_of(*settings, f"topology.gpus_per_maker={share}")
+        assert "topology.gpus_per_maker must be rollout.vllm.tensor_parallel_size (2)" in message
+        assert f"got {float(share)}. Set it to 2." in message
+    for share in (0, 2):  # without GPUs, the workers compute on the CPU
+        assert load_config(None, [*MINIMAL_OVERRIDES, *settings, f"topology.gpus_per_maker={share}"])
+    assert load_config(None, [*MINIMAL_OVERRIDES, settings[1], "topology.gpus_per_maker=1"])  # not by vLLM
+
+
 def test_missing_required_keys_are_named_with_an_example():
     with pytest.raises(ConfigError) as caught:
         load_config(None, [])
