@@ -31,7 +31,6 @@ from coati.models.value_head import ValueHeadModel
 from coati.trainer.objective import StepCounts, measure_off_policy, off_policy_metrics, policy_objective
 from coati.trainer.optim import make_optimizer
 from coati.trainer.steps import (
-    MicroBatch,
     PassSize,
     PassTooLarge,
     StepNumbers,
@@ -230,26 +229,22 @@ class PPOLearner:
         )
         logprobs: list[Tensor] = []
         for one in passes:
-            logprobs += self._pass(one, counts, numbers)
+            with contextlib.ExitStack() as stack:
+                for model in () if one.is_last else self.models.values():  # ranks exchange gradients in the last pass
+                    stack.enter_context(self.strategy.no_sync(model))
+                with self._pass_size.guard("actor", one):
+                    of_pass = self._actor_pass(one.part, one.advantages, counts, numbers)
+                if self.critic is not None:
+                    with self._pass_size.guard("critic", one):
+                        self._critic_pass(self.critic, one.part, counts, numbers)
+            if one.is_real:
+                logprobs.append(of_pass)
         return torch.cat(logprobs) if logprobs else torch.zeros_like(experience.action_log_probs)
-
-    def _pass(self, one: MicroBatch, counts: StepCounts, numbers: StepNumbers) -> list[Tensor]:
-        """Accumulate the gradients of one pass; return its log-probs, [B, A], as a list, empty if it is not real."""
-        with contextlib.ExitStack() as stack:
-            for model in () if one.is_last else self.models.values():  # ranks exchange gradients in the last pass
-                stack.enter_context(self.strategy.no_sync(model))
-            with self._pass_size.guard("actor", one):
-                logprobs = self._actor_pass(one.part, one.advantages, counts, numbers)
-            if self.critic is not None:
-                with self._pass_size.guard("critic", one):
-                    self._critic_pass(self.critic, one.part, counts, numbers)
-        return [logprobs] if one.is_real else []
 
     def _actor_pass(self, part: Experience, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> Tensor:
         """Accumulate the actor's gradient on a part of the batch; return its log-probs, [B, A]."""
         algorithm = self.algorithm
         mask = part.full_action_mask()
-        needs_entropy_gradient = algorithm.entropy_coef != 0.0
         logprobs, entropy = action_logprobs(
             self.actor,
             part.sequences,
@@ -263,8 +258,9 @@ class PPOLearner:
         if algorithm.correction == "decoupled" and part.proximal_log_probs is None:
             part = dataclasses.replace(part, proximal_log_probs=logprobs.detach().masked_fill(~mask, 0.0))
         policy = self.policy_objective(logprobs, part, advantages, counts)
-        entropy = entropy if needs_entropy_gradient else entropy.detach()
-        bonus = divide_by_count(masked_sum(entropy, mask), counts.tokens)
+        bonus = divide_by_count(
+            masked_sum(entropy if algorithm.entropy_coef else entropy.detach(), mask), counts.tokens
+        )
         loss = policy.loss - algorithm.entropy_coef * bonus
         if policy.kl_term is not None:
             loss = loss + self._kl_coef * policy.kl_term
