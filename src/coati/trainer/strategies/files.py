@@ -6,6 +6,7 @@ what another saved. Names, shapes and digests are checked before any tensor is c
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -124,11 +125,8 @@ def check_files(path: Path, *, suffix: str = "") -> None:
 
 
 def _digest(file: Path) -> str:
-    digest = xxhash.xxh3_64()
     with file.open("rb") as stream:
-        while block := stream.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_64).hexdigest()
 
 
 def _check_replaceable(path: Path, markers: Collection[str]) -> None:
