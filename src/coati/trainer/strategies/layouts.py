@@ -6,9 +6,9 @@ The ZeRO stages differ in when full weights and gradients are freed.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Literal, cast
 
 import torch
@@ -83,17 +83,17 @@ class CastWeights:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass."""
         swapped = _Swapped(self._places, {weight: weight.to(self._dtype) for weight in self._weights})
-        before, _pass.swapped = _pass.swapped, swapped
+        token = _swapped.set(swapped)
         try:
             with swapped:
                 return self._forward(*args, **kwargs)
         finally:
-            _pass.swapped = before
+            _swapped.reset(token)
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Return contexts for `torch.utils.checkpoint`, in which recomputation uses the weight copies of its pass."""
-    return nullcontext(), _pass.swapped or nullcontext()
+    return nullcontext(), _swapped.get(nullcontext())
 
 
 class _Swapped:
@@ -112,13 +112,8 @@ class _Swapped:
             module._parameters[name] = weight
 
 
-class _Pass(threading.local):
-    """The swapped weights of the forward pass that this thread is running."""
-
-    swapped: _Swapped | None = None
-
-
-_pass = _Pass()
+# The swapped weights of the forward pass that this thread is running.
+_swapped: ContextVar[AbstractContextManager[object]] = ContextVar("swapped")
 
 
 class ShardedStrategy(Strategy):
