@@ -752,7 +752,7 @@ def test_a_maker_that_returns_during_an_adapter_update_still_needs_all_weights(r
         return condition
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.sender._strategy, "any_rank", decided)
+        patch.setattr(run.sender.strategy, "any_rank", decided)
         run.send()
     assert successor.full == [False]
     assert run.recipients.need_all
