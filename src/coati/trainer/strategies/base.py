@@ -123,7 +123,7 @@ class Strategy(Ranks, ABC):
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the module that was passed to `prepare`, with its own attributes and state-dict names."""
-        return model
+        return model.module if isinstance(model, DistributedDataParallel) else model
 
     # Training
 
@@ -136,9 +136,9 @@ class Strategy(Ranks, ABC):
         # Data parallelism averages gradients over ranks; the factor turns the mean into a sum.
         (loss * self.world_size if self.world_size > 1 else loss).backward()  # type: ignore[no-untyped-call]
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context that delays the all-reduce of whole gradients; sharded ones are exchanged regardless."""
-        return nullcontext()
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clip gradients by their global 2-norm over ranks and shards; return the norm before clipping, a scalar.
@@ -191,7 +191,7 @@ class Strategy(Ranks, ABC):
         path: _PathLike,
         only_rank0: bool = False,  # noqa: ARG002
         *,
-        add: Callable[[Path], object] | None = None,
+        add: Callable[[Path], object] = lambda _: None,
     ) -> None:
         """Write the model to the folder `path`, with its own `save_pretrained` if it has one; with LoRA, the adapters.
 
@@ -202,8 +202,7 @@ class Strategy(Ranks, ABC):
 
         def write(folder: Path) -> None:
             write_weights(folder)
-            if add is not None:
-                add(folder)
+            add(folder)
 
         self._save_folder(Path(path), write, MODEL_MARKERS)
 

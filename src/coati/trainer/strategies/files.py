@@ -82,7 +82,6 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
 
 
 def _write_manifest(folder: Path) -> None:
-    """Write the digests of all files in a folder and its subfolders."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     digests = {file.relative_to(folder).as_posix(): _digest(file) for file in files}
     (folder / MANIFEST).write_text(_manifest_text({"xxh3_64": digests}))
@@ -176,7 +175,7 @@ def _body_of(module: nn.Module) -> str:
 
 
 def read_tensors(module: nn.Module, path: Path) -> dict[str, Tensor]:
-    """Read the module's tensors from a folder or safetensors file; CheckpointError unless they match exactly.
+    """Read the module's tensors from a folder; CheckpointError unless they match exactly.
 
     Names in the file are those of the module or of the transformers model that it wraps; in `CHILD.safetensors`, those
     of that child. A peft folder holds only the adapters.
@@ -215,8 +214,6 @@ def copy_into(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _main_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
     files = [path / (_ADAPTER_FILE if (path / _ADAPTER_FILE).is_file() else _WEIGHTS_FILE)]
     if (path / _INDEX_FILE).is_file():
         index = json.loads((path / _INDEX_FILE).read_text())

@@ -50,14 +50,6 @@ class DDPStrategy(Strategy):
         )
         return wrapped, optimizer
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the module that was passed to `prepare`."""
-        return model.module if isinstance(model, DistributedDataParallel) else model
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context that delays the all-reduce of gradients."""
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
-
 
 class CastWeights:
     """A model's forward pass, computed with copies of its weights in another dtype.
@@ -239,9 +231,7 @@ class LowLevelZeroStrategy(ShardedStrategy):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which stage 1 keeps gradients and parameters whole; does nothing in stage 2."""
-        if self._stage == 1 and isinstance(model, FSDPModule):
-            return _keep_unsharded(model)
-        return nullcontext()
+        return _keep_unsharded(model) if self._stage == 1 and isinstance(model, FSDPModule) else nullcontext()
 
 
 class GeminiStrategy(ShardedStrategy):
