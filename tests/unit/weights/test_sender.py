@@ -529,7 +529,7 @@ class CheckingPeer(LocalPeer):
 def test_a_maker_that_does_not_accept_messages_is_refused_with_the_reason(peer_class, make_models, trained, caplog):
     good = Maker(make_models(0))
     peers = LocalPeers(good=good)
-    peers._peers["mine"] = peer_class("mine", TakesNoMessage())
+    peers._known["mine"] = peer_class("mine", TakesNoMessage())
     sender = make_sender(trained, peers, ["mine", "good"], shared=Lent())
     with pytest.raises(WeightUpdateError, match=r"maker mine: .*'message'"):
         sender.send(1)
