@@ -117,7 +117,7 @@ class Checkpoints:
             of_rank, tensors = ({}, {}) if self.buffer is None else self.buffer.state()
         except StorageError as error:
             return {}, b"", error
-        return of_rank, safetensors.torch.save({**tensors, **random_state(self.learner.device)}), None
+        return of_rank, safetensors.torch.save({**tensors, **random_state(self.learner.strategy.device)}), None
 
     def wait(self) -> None:
         """Wait until the last checkpoint has been written or has failed.
@@ -170,7 +170,7 @@ class Checkpoints:
         ranks, own = state["ranks"], path / f"rank-{strategy.rank}.safetensors"
         tensors = safetensors.torch.load_file(own) if strategy.rank < len(ranks) else {}
         if tensors:
-            restore_random_state(tensors, learner.device)
+            restore_random_state(tensors, strategy.device)
         counters = state["counters"]
         num_missing = -counters.get("fresh", 0) % self.train.update_steps
         if self.buffer is not None and len(ranks) == strategy.world_size and not num_missing:

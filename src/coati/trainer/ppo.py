@@ -90,7 +90,7 @@ class PPOLearner:
             set_learning_mode(model)
         if train.activation_checkpointing:
             self._checkpoint_activations()
-        self._health = TrainingHealth(self.models, self.optimizers, strategy)
+        self.health = TrainingHealth(self.models, self.optimizers, strategy)
         self._pass_size = PassSize(train, strategy, self._checkpoint_activations)
         self._schedules = [
             get_scheduler(
@@ -112,18 +112,13 @@ class PPOLearner:
         """The critic, as wrapped by the strategy; None if there is none."""
         return self.models.get("critic")
 
-    @property
-    def device(self) -> torch.device:
-        """The device that the models and the experience are on."""
-        return self.strategy.device
-
     def step(self, experience: Experience) -> dict[str, float]:
         """Train on one batch and return metrics, including `actor_loss` and, with a critic, `critic_loss`.
 
         Each rank passes its own batch, of any size or empty; the step and its metrics are those of the joined batch.
         """
         experience.validate()
-        experience.to_device(self.device)
+        experience.to_device(self.strategy.device)
         if self.algorithm.mask_cut_responses and experience.is_cut is not None:
             experience.action_mask = experience.full_action_mask() & ~experience.is_cut.unsqueeze(1)
         while True:
@@ -162,10 +157,6 @@ class PPOLearner:
                 model.zero_grad(set_to_none=True)
         return {**self._metrics(experience, counts, numbers, norms), **rates}
 
-    def check_progress(self) -> None:
-        """Raise `TrainingDiverged` if every batch so far was skipped, so that nothing was learned."""
-        self._health.check_progress()
-
     def load_optimizers(self, path: Path) -> None:
         """Load the optimizers' state from `path/actor` and `path/critic`, but keep the schedules' learning rates."""
         for label, optimizer in self.optimizers.items():
@@ -176,13 +167,13 @@ class PPOLearner:
 
     def state(self) -> dict[str, Any]:
         """Return the checkpoint state other than weights and optimizers; step counts determine the schedules."""
-        return {"counts": self._health.counts, "kl_coef": self._kl_coef}
+        return {"counts": self.health.counts, "kl_coef": self._kl_coef}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state()`, after weights and optimizers have been loaded."""
-        self._health.counts = state["counts"]
+        self.health.counts = state["counts"]
         self._kl_coef = state.get("kl_coef", self._kl_coef)
-        if steps := self._health.num_steps:
+        if steps := self.health.num_steps:
             for schedule in self._schedules:
                 schedule.load_state_dict({**schedule.state_dict(), "last_epoch": steps - 1, "_step_count": steps + 1})
                 schedule.step()
@@ -292,10 +283,10 @@ class PPOLearner:
         max_norm = self.train_settings.max_grad_norm
         norms = {label: float(self.strategy.clip_grad_norm(model, max_norm)) for label, model in self.models.items()}
         if num_tokens == 0 or not all(map(math.isfinite, norms.values())):
-            self._health.count_skipped(experience, num_tokens, norms)
+            self.health.count_skipped(experience, num_tokens, norms)
             return norms
         for label, optimizer in self.optimizers.items():
-            if label == "actor" and self._health.num_steps < self.algorithm.critic_warmup_steps:
+            if label == "actor" and self.health.num_steps < self.algorithm.critic_warmup_steps:
                 self.actor.zero_grad(set_to_none=True)  # makes the step a no-op
             with device_errors_explained(
                 f"the optimizer step of the {label}",
@@ -305,7 +296,7 @@ class PPOLearner:
                 self.strategy.optimizer_step(optimizer)
         for schedule in self._schedules:
             schedule.step()
-        self._health.count_step()
+        self.health.count_step()
         return norms
 
     def _metrics(
@@ -329,13 +320,13 @@ class PPOLearner:
             **values,
             "policy/grad_norm": norms["actor"],
             **off_policy_metrics(numbers),
-            "optim/skipped_batches": float(self._health.num_skipped),
+            "optim/skipped_batches": float(self.health.num_skipped),
             "train/tokens": float(counts.tokens),
             "train/micro_batch_tokens": float(self._pass_size.tokens),
         }
         if self.algorithm.kl_target:
             metrics["policy/kl_coef"] = self._kl_coef
-            if self._health.num_steps > self.algorithm.critic_warmup_steps:  # not while the actor was frozen
+            if self.health.num_steps > self.algorithm.critic_warmup_steps:  # not while the actor was frozen
                 self._kl_coef = adapted_coefficient(self._kl_coef, values["policy/kl_loss"], self.algorithm.kl_target)
         if self.critic is not None:
             metrics |= {
