@@ -73,17 +73,13 @@ class PPOLearner:
         self.algorithm = algorithm.resolved(max_staleness)
         self._max_response_tokens = max_response_tokens
         self._kl_coef = algorithm.kl_loss_coef
-        rates = {"actor": (actor, train.actor_lr), "critic": (critic, train.critic_lr)}
-        pairs = {
-            label: (model, make_optimizer(optimizer_class, model, rate))
-            for label, (model, rate) in rates.items()
-            if model is not None
-        }
-        prepared = strategy.prepare(*pairs.values())
-        parts = dict(zip(pairs, [prepared] if len(pairs) == 1 else prepared, strict=True))
-        self.models: dict[str, nn.Module] = {label: model for label, (model, _) in parts.items()}
+        self.models: dict[str, nn.Module] = {}
         """The trained and published models: "actor" and, if there is one, "critic"."""
-        self.optimizers: dict[str, Optimizer] = {label: optimizer for label, (_, optimizer) in parts.items()}
+        self.optimizers: dict[str, Optimizer] = {}
+        for label, model, rate in (("actor", actor, train.actor_lr), ("critic", critic, train.critic_lr)):
+            if model is not None:
+                optimizer = make_optimizer(optimizer_class, model, rate)
+                self.models[label], self.optimizers[label] = strategy.prepare((model, optimizer))
         for model in self.models.values():
             if train.compile:
                 compile_blocks(model)
