@@ -2,10 +2,6 @@
 
 begin_update ─ read weights ─ chunks ─► makers: stage ─┐      training continues as soon as all weights are read
                worker thread: manifest, answers ◄──────┘ verify, commit
-
-`WeightSender` reads and sends the weights. `Recipients` tracks for each maker whether its next update must hold all
-weights (`_Maker.behind`), and whether to continue without its answer (`_Maker.late`, `_Maker.is_abandoned`).
-`UpdateCalls` are the calls of one update.
 """
 
 import dataclasses
@@ -147,8 +143,8 @@ class WeightSender:
         calls.send(_UPDATE, message=WeightMessage(header=header, is_start=True))
         digests: Digests = {label: {} for label in self.models}
         infos = self._send_chunks(calls, header, self._chunks(memory, is_full, shard_size, digests))
-        models = {label: self.strategy.unwrap_model(model) for label, model in self.models.items()}
-        lora = {label: LoRAConstructor.extract_lora_config(model) for label, model in models.items()}
+        extract = LoRAConstructor.extract_lora_config
+        lora = {label: extract(self.strategy.unwrap_model(model)) for label, model in self.models.items()}
         manifest = WeightManifest(chunks=tuple(infos), is_full=is_full, lora=lora)
         if self.on_read is not None and (calls.healthy or not only_behind):
             self.on_read(version, digests, calls.healthy if only_behind else ())
@@ -217,8 +213,6 @@ class WeightSender:
 
 @dataclasses.dataclass(eq=False)
 class _Maker:
-    """The sender's record of a maker."""
-
     behind: str | None = None
     """Why its next update must hold all weights; None if it is up to date."""
     late: "Future[Any] | None" = None

@@ -114,7 +114,6 @@ class Strategy(Ranks, ABC):
         return self._prepare_trained(model, optimizer)
 
     def _prepare_for_inference(self, model: nn.Module) -> nn.Module:
-        """Place a model for inference."""
         return model.to(self.device)
 
     @abstractmethod
