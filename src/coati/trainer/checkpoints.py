@@ -88,14 +88,8 @@ class Checkpoints:
             mine, ranks = ranks[0], [ranks[0]] * strategy.world_size
             dist.gather_object(mine, ranks if strategy.rank == 0 else None)
         self._last = version
-        state = {
-            "format": _FORMAT,
-            "version": version,
-            "counters": counters,
-            "learner": learner.state(),
-            "ranks": [of_rank for of_rank, _, _ in ranks],
-        }
-        text = json.dumps(state)
+        state = {"version": version, "counters": counters, "learner": learner.state()}
+        text = json.dumps({"format": _FORMAT, **state, "ranks": [of_rank for of_rank, _, _ in ranks]})
 
         def write(folder: Path) -> None:
             for name, write_part in writers.items():
@@ -171,16 +165,14 @@ class Checkpoints:
         tensors = safetensors.torch.load_file(own) if strategy.rank < len(ranks) else {}
         if tensors:
             restore_random_state(tensors, strategy.device)
-        counters = state["counters"]
-        num_missing = -counters.get("fresh", 0) % self.train.update_steps
+        fresh = state["counters"].get("fresh", 0)
+        num_missing = -fresh % self.train.update_steps
         if self.buffer is not None and len(ranks) == strategy.world_size and not num_missing:
             self.buffer.restore(ranks[strategy.rank], tensors)
         elif self.buffer is not None:
             self.buffer.take_over(ranks)
         self._last = state["version"]
-        if num_missing:
-            counters["fresh"] += num_missing
-        return {"version": state["version"], **counters}
+        return {"version": state["version"], **state["counters"], "fresh": fresh + num_missing}
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:

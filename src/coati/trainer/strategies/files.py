@@ -110,13 +110,11 @@ def check_files(path: Path, *, suffix: str = "") -> None:
             raise ValueError("it was changed after it was written")
         for name, digest in content["xxh3_64"].items():
             file = path / name
-            if file.suffix == suffix or not suffix:
-                found = _digest(file)
-                if found != digest:
-                    raise CheckpointError(
-                        f"{file} must have the digest in {MANIFEST}, {digest}, got {found}. It was damaged or changed, "
-                        "or comes from another checkpoint. Use another checkpoint. Nothing was loaded."
-                    )
+            if suffix in ("", file.suffix) and (found := _digest(file)) != digest:
+                raise CheckpointError(
+                    f"{file} must have the digest in {MANIFEST}, {digest}, got {found}. It was damaged or changed, "
+                    "or comes from another checkpoint. Use another checkpoint. Nothing was loaded."
+                )
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{file} is missing or unreadable: {error!r}. Use another checkpoint. Nothing was loaded."

@@ -152,8 +152,7 @@ class ShardedStrategy(Strategy):
         if self.world_size > 1:
             self._sync_dtypes(model)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
-        offloads = self.device.type != "cpu" and self._cpu_offload
-        offload: OffloadPolicy = CPUOffloadPolicy() if offloads else OffloadPolicy()
+        offload = CPUOffloadPolicy() if self._cpu_offload and self.device.type != "cpu" else OffloadPolicy()
         reduce_dtype = None if self.compute_dtype is None else torch.float32
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=reduce_dtype)
         for module in [*transformer_blocks(model), model]:
