@@ -273,9 +273,6 @@ def read_optimizer(optimizer: Optimizer, path: Path) -> dict[str, Any]:
                 f"{path} holds the state of another optimizer, with {there}, not {here}. Create the optimizer that was "
                 "saved, for the same parameters in the same order."
             )
-    for group in settings["groups"]:
-        if "betas" in group:  # JSON has no tuples
-            group["betas"] = tuple(group["betas"])
     parameters = _parameters_of(optimizer)
     state: dict[int, dict[str, Any]] = {}
     for name, value in (*settings["numbers"].items(), *load_file(path / _STATE_FILE).items()):
