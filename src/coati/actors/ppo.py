@@ -170,12 +170,7 @@ class PlainPPOTrainer(Trainer):
         with self._hold_weights():
             metrics = plain_metrics(self._learner.step(experience))
             self._num_steps_unpublished += 1
-        return {
-            **metrics,
-            "version": float(self.version),
-            "train/samples": float(experience.num_samples),
-            **ages,
-        }
+        return {**metrics, "version": float(self.version), "train/samples": float(experience.num_samples), **ages}
 
     def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
         """Send all weights to the makers and wait until they have verified them.

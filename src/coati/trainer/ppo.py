@@ -30,14 +30,7 @@ from coati.models.packing import base_of
 from coati.models.value_head import ValueHeadModel
 from coati.trainer.objective import StepCounts, measure_off_policy, off_policy_metrics, policy_objective
 from coati.trainer.optim import make_optimizer
-from coati.trainer.steps import (
-    PassSize,
-    PassTooLarge,
-    StepNumbers,
-    TrainingHealth,
-    explained_variance,
-    micro_batches,
-)
+from coati.trainer.steps import PassSize, PassTooLarge, StepNumbers, TrainingHealth, explained_variance, micro_batches
 from coati.trainer.strategies import Strategy
 from coati.trainer.strategies.layouts import checkpoint_contexts, transformer_blocks
 
@@ -296,11 +289,7 @@ class PPOLearner:
         return norms
 
     def _metrics(
-        self,
-        experience: Experience,
-        counts: StepCounts,
-        numbers: StepNumbers,
-        norms: dict[str, float],
+        self, experience: Experience, counts: StepCounts, numbers: StepNumbers, norms: dict[str, float]
     ) -> dict[str, float]:
         """Compute the step's metrics over the batches of all ranks, the same on every rank."""
         mask = experience.full_action_mask()

@@ -213,13 +213,7 @@ class LowLevelZeroStrategy(ShardedStrategy):
     shards gradients after each micro-batch.
     """
 
-    def __init__(
-        self,
-        stage: Literal[1, 2] = 2,
-        seed: int = 42,
-        cpu_offload: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, stage: Literal[1, 2] = 2, seed: int = 42, cpu_offload: bool = False, **options: Any) -> None:
         if stage not in (1, 2):
             raise ConfigError(
                 f"LowLevelZeroStrategy stage must be 1 or 2, got {stage}. "

@@ -53,10 +53,7 @@ class RankInfo(NamedTuple):
 
 
 class Ranks:
-    """This rank, its device, and its collective operations.
-
-    All ranks must call the collective methods in the same order.
-    """
+    """This rank, its device, and its collective operations."""
 
     def __init__(self, *, device: str | torch.device | None, timeout_seconds: float, needs_group: bool) -> None:
         if not timeout_seconds > 0 or math.isinf(timeout_seconds):
