@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -32,7 +34,7 @@ from coati.trainer.strategies.files import (
     write_model,
     write_optimizer,
 )
-from coati.trainer.strategies.ranks import Ranks, seed_everything
+from coati.trainer.strategies.ranks import Ranks
 
 _PathLike = str | os.PathLike[str]
 
@@ -45,7 +47,7 @@ class Strategy(Ranks, ABC):
     except `unwrap_model` and `model_init_context`.
 
     Args:
-        seed: seed of the global random generators of Python, numpy and torch.
+        seed: the same seed on every rank makes all ranks build the same models.
         device: device of the models; by default this rank's GPU, or else the CPU.
         timeout_seconds: timeout of every wait for other ranks.
         compute_dtype: bfloat16 for mixed precision: weights, gradients and optimizer state keep the model's dtype.
@@ -71,7 +73,9 @@ class Strategy(Ranks, ABC):
             )
         self.compute_dtype = compute_dtype
         super().__init__(device=device, timeout_seconds=timeout_seconds, needs_group=self.shards_parameters)
-        seed_everything(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
 
     # Placing models
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import random
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -113,13 +111,6 @@ def choose_device(requested: str | torch.device | None, local_rank: int) -> torc
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {str(device)!r} needs CUDA, but torch finds none on this machine. Use device='cpu'.")
     return torch.device("cuda", local_rank % torch.cuda.device_count()) if str(device) == "cuda" else device
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch; the same seed on every rank makes all ranks build the same models."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
