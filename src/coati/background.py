@@ -11,10 +11,7 @@ T = TypeVar("T")
 
 def run_in_background(call: Callable[[], T], *, name: str) -> "Future[T]":
     """Run one call on a new thread."""
-    worker = BackgroundThread(name=name)
-    future = worker.run(call)
-    worker.close()
-    return future
+    return BackgroundThread(name=name).run(call)
 
 
 class BackgroundThread:

@@ -31,13 +31,8 @@ def set_up_cpu(num_threads: int = 0) -> None:
 
 @functools.cache
 def _is_arm_without_bfloat16() -> bool:
-    if platform.machine().lower() not in ("aarch64", "arm64"):
-        return False
-    try:
-        features = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        return False
-    return "bf16" not in features
+    is_arm, features = platform.machine().lower() in ("aarch64", "arm64"), Path("/proc/cpuinfo")  # of Linux
+    return is_arm and features.exists() and "bf16" not in features.read_text(encoding="utf-8")
 
 
 @contextlib.contextmanager

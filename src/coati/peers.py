@@ -71,21 +71,15 @@ class Peers(ABC):
                 time.sleep(seconds)
             return peer
 
+        what = f"the {role} actor {name!r} to appear"
         try:
-            peer = wait_in_slices(
-                look,
-                deadline_seconds=timeout,
-                what=lambda: f"the {role} actor {name!r} to appear",
-                slice_seconds=_POLL_SECONDS,
-            )
+            return wait_in_slices(look, deadline_seconds=timeout, what=lambda: what, slice_seconds=_POLL_SECONDS)
         except DeadlineExceeded:
             raise ActorNotFound(
                 f"no {role} actor named {name!r} appeared within {timeout:g} s. Existing actors: "
                 f"{', '.join(sorted(self._names())) or 'none'}. Create it with .options(name={name!r}) in the same Ray "
                 "namespace, or correct the list of names."
             ) from None
-        assert peer is not None
-        return peer
 
     def ask(
         self, name: str, method: str, *args: Any, what: str, seconds: float, should_stop: Callable[[], bool]
@@ -136,22 +130,17 @@ class LocalPeer(Peer):
 
 
 class LocalPeers(Peers):
-    """Objects in this process, by name."""
+    """Objects in this process, by name; `targets` may grow."""
 
     def __init__(self, **targets: Any) -> None:
         super().__init__()
-        self._peers: dict[str, LocalPeer] = {}
-        self.add(**targets)
-
-    def add(self, **targets: Any) -> None:
-        """Register these objects under their names."""
-        self._peers |= {name: LocalPeer(name, target) for name, target in targets.items()}
+        self.targets = targets
 
     def _lookup(self, name: str) -> LocalPeer | None:
-        return self._peers.get(name)
+        return LocalPeer(name, self.targets[name]) if name in self.targets else None
 
     def _names(self) -> Iterable[str]:
-        return self._peers
+        return self.targets
 
     def share(self, value: Any) -> Any:
         """Return the value itself; nothing is copied in one process."""
@@ -181,7 +170,7 @@ def wait_for_answer(call: "Future[Any]", what: str, *, seconds: float, who: str)
 
 
 def wait_in_slices(
-    attempt: Callable[[float], Found],
+    attempt: Callable[[float], Found | None],
     *,
     deadline_seconds: float,
     what: Callable[[], str],

@@ -68,7 +68,7 @@ class SynchronousRun(PlainPPOTrainer):
                 options=MakerOptions.of_run(config, parts),
                 host=Host(_MAKER, peers, stop),
             )
-        peers.add(**{_TRAINER: self, _MAKER: self.maker})
+        peers.targets |= {_TRAINER: self, _MAKER: self.maker}
         self._maker_loop = self.maker.make_loop(functools.partial(build.make_prompts, config))
 
     def run(self, model_path: str) -> None:

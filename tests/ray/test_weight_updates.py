@@ -105,7 +105,7 @@ def test_the_seeds_plain_calls_commit_at_the_end_or_not_at_all(shared_maker):
 
 def by_value(trainer):
     """Make memory sharing fail, as if the maker were on another host."""
-    trainer._sender._shared = None
+    trainer._sender.shared = None
 
 
 @pytest.mark.parametrize("change", [lambda trainer: None, by_value], ids=["shared memory", "object store"])

@@ -98,7 +98,7 @@ class Interleaved(PlainPPOTrainer):
             host=Host("trainer", peers),
         )
         self._makers = {name: InterleavedMaker(name, config, peers) for name in self.maker_names}
-        peers.add(**self._makers)
+        peers.targets |= self._makers
         train = config.train
         self.sync_models_to_remote_makers()
         self.fit(train.total_steps, train.update_steps, train.epochs)
@@ -125,7 +125,7 @@ class Interleaved(PlainPPOTrainer):
         self.release_maker(name, "died")
         self._makers[name] = InterleavedMaker(name, self._config, self.host.peers)
         self.change_makers(["maker-0"])
-        self.host.peers.add(**self._makers)
+        self.host.peers.targets |= self._makers
         self.change_makers(list(self._makers))
         self._update_late_makers()
 

@@ -140,7 +140,7 @@ class PlainPPOTrainer(Trainer):
             self._records.append(record)
 
     def _make_sender(self) -> WeightSender:
-        device = self._learner.device
+        device = self.strategy.device
         return WeightSender(
             self._learner.models,
             self.strategy,
@@ -170,12 +170,7 @@ class PlainPPOTrainer(Trainer):
         with self._hold_weights():
             metrics = plain_metrics(self._learner.step(experience))
             self._num_steps_unpublished += 1
-        return {
-            **metrics,
-            "version": float(self.version),
-            "train/samples": float(experience.num_samples),
-            **ages,
-        }
+        return {**metrics, "version": float(self.version), "train/samples": float(experience.num_samples), **ages}
 
     def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
         """Send all weights to the makers and wait until they have verified them.
@@ -306,7 +301,7 @@ class PlainPPOTrainer(Trainer):
                 what=lambda: f"makers to finish the evaluation of {', '.join(self._evaluations.pending)}",
                 last_progress=lambda: self._buffer.last_progress,
             )
-        self._learner.check_progress()
+        self._learner.health.check_progress()
 
     def _are_evaluated(self, pending: int, seconds: float) -> bool:
         """Wait up to `seconds`; True if fewer than `pending` evaluations remain or the trainer should stop."""

@@ -236,7 +236,7 @@ class Trainer(Worker, ABC):
         if self._is_exhausted:
             return None
         with self._timeline.span("wait_data"):
-            found = wait_in_slices(
+            (batch,) = wait_in_slices(
                 self._try_batch,
                 deadline_seconds=self.deadlines.batch_seconds,
                 what=lambda: (
@@ -246,7 +246,6 @@ class Trainer(Worker, ABC):
                 slice_seconds=_SLICE_SECONDS,
                 last_progress=lambda: self._buffer.last_progress,
             )
-        batch = found[0] if found else None
         self._is_exhausted = batch is None
         return batch
 

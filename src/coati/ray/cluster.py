@@ -92,8 +92,11 @@ def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) ->
     folder = parent / "ray"
     with _warden(parent):
         parent.mkdir(mode=0o700)  # for this user only: Ray makes its own folder inside accessible to everyone
+        token = parent / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
         try:
-            with _own_signal_handlers(), _environment_of_actors(config, _new_token(parent)):
+            with _own_signal_handlers(), _environment_of_actors(config, token):
                 ray.init(
                     address="local",
                     namespace=namespace,
@@ -132,14 +135,6 @@ def _warden(folder: Path) -> Iterator[None]:
             process.wait(_WARDEN_SECONDS)
 
 
-def _new_token(folder: Path) -> Path:
-    """Write the token of a private Ray to a file that only this user can read."""
-    path = folder / "token"
-    with open(path, "x", encoding="ascii", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(secrets.token_hex(32))
-    return path
-
-
 @contextlib.contextmanager
 def _environment_of_actors(config: RunSettings, token: Path) -> Iterator[None]:
     """Reduce this process's environment to what a private Ray and its actors may inherit; restore it on exit."""
@@ -162,7 +157,6 @@ def _environment_of_actors(config: RunSettings, token: Path) -> Iterator[None]:
 
 
 def _copy_logs(logs: Path, place: Path) -> None:
-    """Copy the actors' logs of a failed run to its output folder."""
     try:
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(logs.resolve(), place, ignore_dangling_symlinks=True)

@@ -203,7 +203,6 @@ class DetachedReplayBuffer(SampleBuffer):
         return is_over
 
     def _poll(self) -> None:
-        """Ask all makers concurrently for their states."""
         calls = {}
         for name, state in self._states.items():
             peer = self._peers.find_now(name)

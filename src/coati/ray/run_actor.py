@@ -32,20 +32,19 @@ class RunActor:
     report_called_at: float = 0.0  # when that call was made
     cursors: tuple[int, int] = 0, 0  # positions up to which its records and spans were read
     is_stalled: bool = False
-    _job_call: tuple[str, tuple[Any, ...]] = "", ()
+    _job_call: tuple[Any, ...] = ()  # its method and arguments
     # Calls that the driver does not wait for, by method and by the maker that they are about.
     _commands: "dict[tuple[str, str], tuple[Future[Any], tuple[Any, ...]]]" = dataclasses.field(default_factory=dict)
 
     def start_job(self, state: str, method: str, *args: Any) -> None:
         """Start a job and enter `state`."""
         self.state, self.since = state, time.monotonic()
-        self._job_call = method, args
+        self._job_call = method, *args
         self.restart_job()
 
     def restart_job(self) -> None:
         """Start the last job again after its connection broke."""
-        method, args = self._job_call
-        self.job = self.peer.call(method, *args)
+        self.job = self.peer.call(*self._job_call)
 
     def send_command(self, method: str, *args: Any, about: str = "") -> None:
         """Call an idempotent method without waiting for it; a later call `about` the same subject supersedes it."""

@@ -22,14 +22,7 @@ from coati import build
 from coati.actors.host import Report
 from coati.config import RunSettings
 from coati.counting import counted, listed
-from coati.errors import (
-    CoatiError,
-    DeadlineExceeded,
-    PeerDied,
-    PeerUnavailable,
-    RemoteError,
-    StartFailed,
-)
+from coati.errors import CoatiError, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError, StartFailed
 from coati.monitor.run_log import RunLog
 from coati.ray.actor_factory import ActorFactory, maker_names, number_of
 from coati.ray.run_actor import Restarts, RunActor
@@ -229,11 +222,9 @@ class Supervisor:
         is_maker, has_raised = actor.name in self.makers, isinstance(error, RemoteError)
         if is_maker and self.is_stopping:
             return
-        if isinstance(error, RemoteError):
-            cause = error.cause
+        cause = error.cause if isinstance(error, RemoteError) else PeerDied(f"{actor.name} died: {error}")
+        if has_raised:
             cause.add_note(f"raised in {actor.name}")
-        else:
-            cause = PeerDied(f"{actor.name} died: {error}")
         is_symptom = isinstance(cause, RuntimeError) and not isinstance(cause, CoatiError)
         if is_maker and self.has_begun and not (has_raised and actor.name in self._members):
             # Tell the trainers now, so that they treat its successor as a new maker, which needs all weights.
@@ -365,7 +356,6 @@ class Supervisor:
             trainer.send_command("release_maker", name, reason, about=name)
 
     def _send_maker_lists(self) -> None:
-        """Send each trainer the list of makers that it updates."""
         for rank, trainer in enumerate(self.trainers.values()):
             trainer.send_command("change_makers", self._factory.updated_by(rank, self._loaded_maker_names()))
 

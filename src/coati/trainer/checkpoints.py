@@ -11,6 +11,7 @@ The training thread copies everything to host memory, and a background thread wr
 continues, and earlier checkpoints stay.
 """
 
+import dataclasses
 import json
 import logging
 import re
@@ -40,25 +41,19 @@ _FORMAT = 1
 _STATE_FILE = "state.json"
 
 
+@dataclasses.dataclass(eq=False)
 class Checkpoints:
     """Saves and restores checkpoints of a learner and its buffer. All ranks must call its methods in the same order."""
 
-    def __init__(
-        self,
-        folder: Path | None,
-        learner: PPOLearner,
-        buffer: LeasedBuffer | None,
-        *,
-        train: TrainSettings,
-        tokenizer: Callable[[], Any] | None = None,
-        write_seconds: float = Deadlines().update_seconds,
-    ) -> None:
-        self._folder = folder
-        self._learner = learner
-        self._buffer = buffer
-        self._train = train
-        self._tokenizer = tokenizer
-        self.write_seconds = write_seconds
+    folder: Path | None
+    learner: PPOLearner
+    buffer: LeasedBuffer | None
+    _: dataclasses.KW_ONLY
+    train: TrainSettings
+    tokenizer: Callable[[], Any] | None = None
+    write_seconds: float = Deadlines().update_seconds
+
+    def __post_init__(self) -> None:
         self._last = -1  # the last saved version
         self._writing: Future[None] | None = None
         self._host_buffers: dict[str, dict[str, Tensor]] = {}  # reused by every checkpoint
@@ -69,18 +64,18 @@ class Checkpoints:
         A version that the stop cut short is not saved if the one before it was: a run that resumes from a complete
         version continues bit for bit.
         """
-        if self._folder is None:
+        if self.folder is None:
             return False
         if was_stopped:
-            is_short = num_fresh % self._train.update_steps > 0
+            is_short = num_fresh % self.train.update_steps > 0
             return version - is_short > self._last
-        every = self._train.save_every
+        every = self.train.save_every
         return version != self._last and every > 0 and version % every == 0
 
     def save(self, version: int, counters: Mapping[str, Any]) -> None:
         """Copy the state to host memory and write it in the background; waits for the previous checkpoint first."""
         self.wait()
-        learner, strategy = self._learner, self._learner.strategy
+        learner, strategy = self.learner, self.learner.strategy
         buffers, writers = self._host_buffers, {}
         for label, model in learner.models.items():
             name = "" if label == "actor" else label
@@ -93,21 +88,15 @@ class Checkpoints:
             mine, ranks = ranks[0], [ranks[0]] * strategy.world_size
             dist.gather_object(mine, ranks if strategy.rank == 0 else None)
         self._last = version
-        state = {
-            "format": _FORMAT,
-            "version": version,
-            "counters": counters,
-            "learner": learner.state(),
-            "ranks": [of_rank for of_rank, _, _ in ranks],
-        }
-        text = json.dumps(state)
+        state = {"version": version, "counters": counters, "learner": learner.state()}
+        text = json.dumps({"format": _FORMAT, **state, "ranks": [of_rank for of_rank, _, _ in ranks]})
 
         def write(folder: Path) -> None:
             for name, write_part in writers.items():
                 (folder / name).mkdir(parents=True, exist_ok=True)
                 write_part(folder / name)
-            if self._tokenizer is not None:
-                self._tokenizer().save_pretrained(folder)
+            if self.tokenizer is not None:
+                self.tokenizer().save_pretrained(folder)
             (folder / _STATE_FILE).write_text(text)
             for rank, (_, data, _) in enumerate(ranks):
                 (folder / f"rank-{rank}.safetensors").write_bytes(data)
@@ -119,10 +108,10 @@ class Checkpoints:
     def _rank_state(self) -> tuple[dict[str, Any], bytes, StorageError | None]:
         """Return this rank's own state: JSON, the contents of its file, and the error if the buffer has no state."""
         try:
-            of_rank, tensors = ({}, {}) if self._buffer is None else self._buffer.state()
+            of_rank, tensors = ({}, {}) if self.buffer is None else self.buffer.state()
         except StorageError as error:
             return {}, b"", error
-        return of_rank, safetensors.torch.save({**tensors, **random_state(self._learner.device)}), None
+        return of_rank, safetensors.torch.save({**tensors, **random_state(self.learner.strategy.device)}), None
 
     def wait(self) -> None:
         """Wait until the last checkpoint has been written or has failed.
@@ -136,19 +125,19 @@ class Checkpoints:
         except TimeoutError:
             raise DeadlineExceeded(
                 f"waited {self.write_seconds:g} s (deadlines.update_seconds) for checkpoint {self._last} to be "
-                f"written in {str(self._folder)!r}. Check whether the disk is stuck, or raise the deadline."
+                f"written in {str(self.folder)!r}. Check whether the disk is stuck, or raise the deadline."
             ) from None
         self._writing = None
 
     def _write(self, version: int, write: Callable[[Path], None], failure: StorageError | None) -> None:
-        assert self._folder is not None
-        started, path = time.monotonic(), self._folder / f"version-{version}"
+        assert self.folder is not None
+        started, path = time.monotonic(), self.folder / f"version-{version}"
         try:
             if failure is not None:
                 raise failure
             replace_folder(path, write, markers=MODEL_MARKERS)
-            others = [other for other in saved_versions(self._folder) if (other / _STATE_FILE).is_file()]
-            for other in [other for other in others if other != path][self._train.checkpoints_kept - 1 :]:
+            others = [other for other in saved_versions(self.folder) if (other / _STATE_FILE).is_file()]
+            for other in [other for other in others if other != path][self.train.checkpoints_kept - 1 :]:
                 shutil.rmtree(other)
         except Exception as error:
             logger.error("the checkpoint of version %d failed; training continues without it: %s", version, error)
@@ -166,7 +155,7 @@ class Checkpoints:
         With a different number of ranks, or after a version that a stop cut short, samples that were not trained on are
         generated again. Raises CheckpointError if the checkpoint is incomplete or damaged.
         """
-        learner, strategy = self._learner, self._learner.strategy
+        learner, strategy = self.learner, self.learner.strategy
         state = strategy.run_on_all(lambda: _read_state(path), f"read {path}")
         for label, model in learner.models.items():
             strategy.load_model(model, path if label == "actor" else path / label)
@@ -175,17 +164,15 @@ class Checkpoints:
         ranks, own = state["ranks"], path / f"rank-{strategy.rank}.safetensors"
         tensors = safetensors.torch.load_file(own) if strategy.rank < len(ranks) else {}
         if tensors:
-            restore_random_state(tensors, learner.device)
-        counters = state["counters"]
-        num_missing = -counters.get("fresh", 0) % self._train.update_steps
-        if self._buffer is not None and len(ranks) == strategy.world_size and not num_missing:
-            self._buffer.restore(ranks[strategy.rank], tensors)
-        elif self._buffer is not None:
-            self._buffer.take_over(ranks)
+            restore_random_state(tensors, strategy.device)
+        fresh = state["counters"].get("fresh", 0)
+        num_missing = -fresh % self.train.update_steps
+        if self.buffer is not None and len(ranks) == strategy.world_size and not num_missing:
+            self.buffer.restore(ranks[strategy.rank], tensors)
+        elif self.buffer is not None:
+            self.buffer.take_over(ranks)
         self._last = state["version"]
-        if num_missing:
-            counters["fresh"] += num_missing
-        return {"version": state["version"], **counters}
+        return {"version": state["version"], **state["counters"], "fresh": fresh + num_missing}
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:

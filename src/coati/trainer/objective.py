@@ -185,7 +185,5 @@ def measure_off_policy(
 
 def off_policy_metrics(joined: StepNumbers) -> dict[str, float]:
     """Return the effective sample size of the joined batch as a fraction, by samples and by tokens."""
-    shares = {
-        name: joined.moments.get(name) for name in ("off_policy/effective_samples", "off_policy/effective_tokens")
-    }
-    return {name: float(effective_sample_size(weights)) for name, weights in shares.items() if weights is not None}
+    shares = {name: weights for name, weights in joined.moments.items() if name.startswith("off_policy/")}
+    return {name: float(effective_sample_size(weights)) for name, weights in shares.items()}

@@ -30,15 +30,7 @@ from coati.models.packing import base_of
 from coati.models.value_head import ValueHeadModel
 from coati.trainer.objective import StepCounts, measure_off_policy, off_policy_metrics, policy_objective
 from coati.trainer.optim import make_optimizer
-from coati.trainer.steps import (
-    MicroBatch,
-    PassSize,
-    PassTooLarge,
-    StepNumbers,
-    TrainingHealth,
-    explained_variance,
-    micro_batches,
-)
+from coati.trainer.steps import PassSize, PassTooLarge, StepNumbers, TrainingHealth, explained_variance, micro_batches
 from coati.trainer.strategies import Strategy
 from coati.trainer.strategies.layouts import checkpoint_contexts, transformer_blocks
 
@@ -74,24 +66,20 @@ class PPOLearner:
         self.algorithm = algorithm.resolved(max_staleness)
         self._max_response_tokens = max_response_tokens
         self._kl_coef = algorithm.kl_loss_coef
-        rates = {"actor": (actor, train.actor_lr), "critic": (critic, train.critic_lr)}
-        pairs = {
-            label: (model, make_optimizer(optimizer_class, model, rate))
-            for label, (model, rate) in rates.items()
-            if model is not None
-        }
-        prepared = strategy.prepare(*pairs.values())
-        parts = dict(zip(pairs, [prepared] if len(pairs) == 1 else prepared, strict=True))
-        self.models: dict[str, nn.Module] = {label: model for label, (model, _) in parts.items()}
+        self.models: dict[str, nn.Module] = {}
         """The trained and published models: "actor" and, if there is one, "critic"."""
-        self.optimizers: dict[str, Optimizer] = {label: optimizer for label, (_, optimizer) in parts.items()}
+        self.optimizers: dict[str, Optimizer] = {}
+        for label, model, rate in (("actor", actor, train.actor_lr), ("critic", critic, train.critic_lr)):
+            if model is not None:
+                optimizer = make_optimizer(optimizer_class, model, rate)
+                self.models[label], self.optimizers[label] = strategy.prepare((model, optimizer))
         for model in self.models.values():
             if train.compile:
                 compile_blocks(model)
             set_learning_mode(model)
         if train.activation_checkpointing:
             self._checkpoint_activations()
-        self._health = TrainingHealth(self.models, self.optimizers, strategy)
+        self.health = TrainingHealth(self.models, self.optimizers, strategy)
         self._pass_size = PassSize(train, strategy, self._checkpoint_activations)
         self._schedules = [
             get_scheduler(
@@ -113,18 +101,13 @@ class PPOLearner:
         """The critic, as wrapped by the strategy; None if there is none."""
         return self.models.get("critic")
 
-    @property
-    def device(self) -> torch.device:
-        """The device that the models and the experience are on."""
-        return self.strategy.device
-
     def step(self, experience: Experience) -> dict[str, float]:
         """Train on one batch and return metrics, including `actor_loss` and, with a critic, `critic_loss`.
 
         Each rank passes its own batch, of any size or empty; the step and its metrics are those of the joined batch.
         """
         experience.validate()
-        experience.to_device(self.device)
+        experience.to_device(self.strategy.device)
         if self.algorithm.mask_cut_responses and experience.is_cut is not None:
             experience.action_mask = experience.full_action_mask() & ~experience.is_cut.unsqueeze(1)
         while True:
@@ -163,10 +146,6 @@ class PPOLearner:
                 model.zero_grad(set_to_none=True)
         return {**self._metrics(experience, counts, numbers, norms), **rates}
 
-    def check_progress(self) -> None:
-        """Raise `TrainingDiverged` if every batch so far was skipped, so that nothing was learned."""
-        self._health.check_progress()
-
     def load_optimizers(self, path: Path) -> None:
         """Load the optimizers' state from `path/actor` and `path/critic`, but keep the schedules' learning rates."""
         for label, optimizer in self.optimizers.items():
@@ -177,13 +156,13 @@ class PPOLearner:
 
     def state(self) -> dict[str, Any]:
         """Return the checkpoint state other than weights and optimizers; step counts determine the schedules."""
-        return {"counts": self._health.counts, "kl_coef": self._kl_coef}
+        return {"counts": self.health.counts, "kl_coef": self._kl_coef}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state()`, after weights and optimizers have been loaded."""
-        self._health.counts = state["counts"]
+        self.health.counts = state["counts"]
         self._kl_coef = state.get("kl_coef", self._kl_coef)
-        if steps := self._health.num_steps:
+        if steps := self.health.num_steps:
             for schedule in self._schedules:
                 schedule.load_state_dict({**schedule.state_dict(), "last_epoch": steps - 1, "_step_count": steps + 1})
                 schedule.step()
@@ -230,26 +209,22 @@ class PPOLearner:
         )
         logprobs: list[Tensor] = []
         for one in passes:
-            logprobs += self._pass(one, counts, numbers)
+            with contextlib.ExitStack() as stack:
+                for model in () if one.is_last else self.models.values():  # ranks exchange gradients in the last pass
+                    stack.enter_context(self.strategy.no_sync(model))
+                with self._pass_size.guard("actor", one):
+                    of_pass = self._actor_pass(one.part, one.advantages, counts, numbers)
+                if self.critic is not None:
+                    with self._pass_size.guard("critic", one):
+                        self._critic_pass(self.critic, one.part, counts, numbers)
+            if one.is_real:
+                logprobs.append(of_pass)
         return torch.cat(logprobs) if logprobs else torch.zeros_like(experience.action_log_probs)
-
-    def _pass(self, one: MicroBatch, counts: StepCounts, numbers: StepNumbers) -> list[Tensor]:
-        """Accumulate the gradients of one pass; return its log-probs, [B, A], as a list, empty if it is not real."""
-        with contextlib.ExitStack() as stack:
-            for model in () if one.is_last else self.models.values():  # ranks exchange gradients in the last pass
-                stack.enter_context(self.strategy.no_sync(model))
-            with self._pass_size.guard("actor", one):
-                logprobs = self._actor_pass(one.part, one.advantages, counts, numbers)
-            if self.critic is not None:
-                with self._pass_size.guard("critic", one):
-                    self._critic_pass(self.critic, one.part, counts, numbers)
-        return [logprobs] if one.is_real else []
 
     def _actor_pass(self, part: Experience, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> Tensor:
         """Accumulate the actor's gradient on a part of the batch; return its log-probs, [B, A]."""
         algorithm = self.algorithm
         mask = part.full_action_mask()
-        needs_entropy_gradient = algorithm.entropy_coef != 0.0
         logprobs, entropy = action_logprobs(
             self.actor,
             part.sequences,
@@ -263,8 +238,9 @@ class PPOLearner:
         if algorithm.correction == "decoupled" and part.proximal_log_probs is None:
             part = dataclasses.replace(part, proximal_log_probs=logprobs.detach().masked_fill(~mask, 0.0))
         policy = self.policy_objective(logprobs, part, advantages, counts)
-        entropy = entropy if needs_entropy_gradient else entropy.detach()
-        bonus = divide_by_count(masked_sum(entropy, mask), counts.tokens)
+        bonus = divide_by_count(
+            masked_sum(entropy if algorithm.entropy_coef else entropy.detach(), mask), counts.tokens
+        )
         loss = policy.loss - algorithm.entropy_coef * bonus
         if policy.kl_term is not None:
             loss = loss + self._kl_coef * policy.kl_term
@@ -296,10 +272,10 @@ class PPOLearner:
         max_norm = self.train_settings.max_grad_norm
         norms = {label: float(self.strategy.clip_grad_norm(model, max_norm)) for label, model in self.models.items()}
         if num_tokens == 0 or not all(map(math.isfinite, norms.values())):
-            self._health.count_skipped(experience, num_tokens, norms)
+            self.health.count_skipped(experience, num_tokens, norms)
             return norms
         for label, optimizer in self.optimizers.items():
-            if label == "actor" and self._health.num_steps < self.algorithm.critic_warmup_steps:
+            if label == "actor" and self.health.num_steps < self.algorithm.critic_warmup_steps:
                 self.actor.zero_grad(set_to_none=True)  # makes the step a no-op
             with device_errors_explained(
                 f"the optimizer step of the {label}",
@@ -309,15 +285,11 @@ class PPOLearner:
                 self.strategy.optimizer_step(optimizer)
         for schedule in self._schedules:
             schedule.step()
-        self._health.count_step()
+        self.health.count_step()
         return norms
 
     def _metrics(
-        self,
-        experience: Experience,
-        counts: StepCounts,
-        numbers: StepNumbers,
-        norms: dict[str, float],
+        self, experience: Experience, counts: StepCounts, numbers: StepNumbers, norms: dict[str, float]
     ) -> dict[str, float]:
         """Compute the step's metrics over the batches of all ranks, the same on every rank."""
         mask = experience.full_action_mask()
@@ -333,13 +305,13 @@ class PPOLearner:
             **values,
             "policy/grad_norm": norms["actor"],
             **off_policy_metrics(numbers),
-            "optim/skipped_batches": float(self._health.num_skipped),
+            "optim/skipped_batches": float(self.health.num_skipped),
             "train/tokens": float(counts.tokens),
             "train/micro_batch_tokens": float(self._pass_size.tokens),
         }
         if self.algorithm.kl_target:
             metrics["policy/kl_coef"] = self._kl_coef
-            if self._health.num_steps > self.algorithm.critic_warmup_steps:  # not while the actor was frozen
+            if self.health.num_steps > self.algorithm.critic_warmup_steps:  # not while the actor was frozen
                 self._kl_coef = adapted_coefficient(self._kl_coef, values["policy/kl_loss"], self.algorithm.kl_target)
         if self.critic is not None:
             metrics |= {

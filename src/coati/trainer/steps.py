@@ -269,7 +269,8 @@ class TrainingHealth:
         """Count an optimizer step; raise `TrainingDiverged` if it has made a weight NaN or infinite."""
         self.num_steps += 1
         self._num_skipped_in_a_row = 0
-        broken = [label for label, model in self._models.items() if not _are_finite(_trained(model))]
+        trained = {label: [p for p in model.parameters() if p.requires_grad] for label, model in self._models.items()}
+        broken = [label for label, weights in trained.items() if not _are_finite(weights)]
         if self._strategy.any_rank(bool(broken)):
             raise TrainingDiverged(
                 f"weights of the {' and the '.join(broken) or 'model, on another rank,'} are NaN or infinite after "
@@ -309,10 +310,6 @@ class TrainingHealth:
             f"The learning rate may be too high ({rates}): lower it, or check the model's weights, and the samples' "
             "rewards and advantages."
         )
-
-
-def _trained(model: nn.Module) -> Iterable[nn.Parameter]:
-    return (weight for weight in model.parameters() if weight.requires_grad)
 
 
 def _are_finite(weights: Iterable[nn.Parameter]) -> bool:

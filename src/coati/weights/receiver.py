@@ -141,7 +141,6 @@ class WeightReceiver:
         self._offer(dataclasses.replace(update, is_full=update.is_full or fully_update))
 
     def _begin(self, header: UpdateHeader) -> None:
-        """Open a stage; discard unfinished updates from the same source or from an earlier incarnation."""
         for source, old in list(self._stages.items()):
             if source == header.source or old.header.incarnation < header.incarnation:
                 logger.warning("discarded %s, which was never completed", self._stages.pop(source).header)
@@ -156,7 +155,6 @@ class WeightReceiver:
             raise WeightUpdateError(f"chunk {chunk.index} of {header} is unreadable: {error}. {_KEPT}") from error
 
     def _check_chunks(self, stage: _Stage, manifest: WeightManifest) -> None:
-        """Compare the received chunks with the manifest."""
         listed = dict(enumerate(manifest.chunks))
         if missing := listed.keys() - stage.infos.keys():
             raise WeightUpdateError(
@@ -193,12 +191,8 @@ class WeightReceiver:
                     "send all weights, or set update_lora_weights to send only adapters."
                 )
             flat |= {(label, name): tensor for name, tensor in resolved.items()}
-        return VerifiedUpdate(
-            version=header.version,
-            incarnation=header.incarnation,
-            tensors=flat,
-            is_full=is_complete,
-        )
+        version, incarnation = header.version, header.incarnation
+        return VerifiedUpdate(version=version, incarnation=incarnation, tensors=flat, is_full=is_complete)
 
     def _offer(self, update: VerifiedUpdate) -> None:
         if not self._served.offer(update):

@@ -2,10 +2,6 @@
 
 begin_update ─ read weights ─ chunks ─► makers: stage ─┐      training continues as soon as all weights are read
                worker thread: manifest, answers ◄──────┘ verify, commit
-
-`WeightSender` reads and sends the weights. `Recipients` tracks for each maker whether its next update must hold all
-weights (`_Maker.behind`), and whether to continue without its answer (`_Maker.late`, `_Maker.is_abandoned`).
-`UpdateCalls` are the calls of one update.
 """
 
 import dataclasses
@@ -54,6 +50,7 @@ _MEMORY_REMEDY = (
 )
 
 
+@dataclasses.dataclass(eq=False)
 class WeightSender:
     """Sends versions of a learner's weights, with at most one update in flight.
 
@@ -61,34 +58,23 @@ class WeightSender:
     update from `begin_update`, and by `check` or the next `publish` for one from `publish`.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, nn.Module],
-        strategy: Any,
-        recipients: "Recipients",
-        settings: TopologySettings,
-        *,
-        timeline: Timeline,
-        source: str = "trainer",
-        shared: CardMemory | None = None,
-        incarnation: int = 0,
-        on_read: Callable[[int, Digests, Sequence[str]], None] | None = None,
-    ) -> None:
-        """`models` are sent under their labels; `source` must be unique among senders.
+    models: Mapping[str, nn.Module]
+    """Sent under their labels."""
+    strategy: Any
+    recipients: "Recipients"
+    settings: TopologySettings
+    _: dataclasses.KW_ONLY
+    timeline: Timeline
+    source: str = "trainer"
+    """Unique among senders."""
+    shared: CardMemory | None = None
+    """GPU memory for makers to read from; if any maker cannot, weights are sent by value."""
+    incarnation: int = 0
+    on_read: Callable[[int, Digests, Sequence[str]], None] | None = None
+    """Called before makers can commit an update, with its version, the digests of the trained weights, and the names of
+    the makers (empty for all)."""
 
-        `shared` is GPU memory for makers to read from; if any maker cannot, weights are sent by value. `on_read` is
-        called before makers can commit an update, with its version, the digests of the trained weights, and the names
-        of the makers (empty for all).
-        """
-        self.recipients = recipients
-        self._models = models
-        self._strategy = strategy
-        self._settings = settings
-        self._timeline = timeline
-        self._source = source
-        self._shared = shared
-        self._incarnation = incarnation
-        self._on_read = on_read
+    def __post_init__(self) -> None:
         self.memory: CardMemory | None = None  # GPU memory that makers read updates from; None: sent by value
         self._must_probe = True  # whether to ask the makers if they can open the shared memory
         self._worker = BackgroundThread(name="weights")  # waits for answers
@@ -97,7 +83,7 @@ class WeightSender:
 
     def publish(self, version: int, **options: Any) -> None:
         """Wait for the previous update, raise its error if it failed, and begin a new one."""
-        with self._timeline.span("wait_delivery"):
+        with self.timeline.span("wait_delivery"):
             self.settle()
         self.check()
         self._published = self.begin_update(version, **options)
@@ -143,25 +129,25 @@ class WeightSender:
         `only_behind` sends only to makers that need all weights. `on_arrival` receives the seconds until all makers had
         verified the version, and its size in bytes.
         """
-        with self._timeline.span("wait_delivery"):
+        with self.timeline.span("wait_delivery"):
             self.settle()
         started = time.perf_counter()
         # Gathering is collective, so all ranks must agree on which weights to gather.
-        is_full = not self._settings.update_lora_weights or fully_update
-        is_full = is_full or self._strategy.any_rank(self.recipients.need_all)
+        is_full = not self.settings.update_lora_weights or fully_update
+        is_full = is_full or self.strategy.any_rank(self.recipients.need_all)
         memory = self._choose_memory()
         header = UpdateHeader(
-            update_id=uuid.uuid4().hex, version=version, source=self._source, incarnation=self._incarnation
+            update_id=uuid.uuid4().hex, version=version, source=self.source, incarnation=self.incarnation
         )
         calls = self.recipients.calls(only_behind=only_behind)
         calls.send(_UPDATE, message=WeightMessage(header=header, is_start=True))
-        digests: Digests = {label: {} for label in self._models}
+        digests: Digests = {label: {} for label in self.models}
         infos = self._send_chunks(calls, header, self._chunks(memory, is_full, shard_size, digests))
-        models = {label: self._strategy.unwrap_model(model) for label, model in self._models.items()}
-        lora = {label: LoRAConstructor.extract_lora_config(model) for label, model in models.items()}
+        extract = LoRAConstructor.extract_lora_config
+        lora = {label: extract(self.strategy.unwrap_model(model)) for label, model in self.models.items()}
         manifest = WeightManifest(chunks=tuple(infos), is_full=is_full, lora=lora)
-        if self._on_read is not None and (calls.healthy or not only_behind):
-            self._on_read(version, digests, calls.healthy if only_behind else ())
+        if self.on_read is not None and (calls.healthy or not only_behind):
+            self.on_read(version, digests, calls.healthy if only_behind else ())
 
         def deliver() -> None:
             calls.send(_UPDATE, message=WeightMessage(header=header, manifest=manifest))
@@ -193,27 +179,26 @@ class WeightSender:
     ) -> Iterator[Chunk]:
         """Yield the weights of all models in chunks; with `on_read`, add the models' digests to `digests`."""
         make = value_chunk if memory is None else memory.make_chunk
-        max_mib = max_mib or max(self._settings.chunk_mib, 0.0 if memory is None else memory.least_chunk_mib)
+        max_mib = max_mib or max(self.settings.chunk_mib, 0.0 if memory is None else memory.least_chunk_mib)
         numbers = itertools.count()
-        for label, model in self._models.items():
-            parameters = self._strategy.unwrap_model(model).named_parameters()
+        for label, model in self.models.items():
+            parameters = self.strategy.unwrap_model(model).named_parameters()
             trained = {name for name, parameter in parameters if parameter.requires_grad}
-            options = {"dtype": self._strategy.compute_dtype, "names": None if is_full else trained}
-            for tensors in self._strategy.get_model_state_dict_shard(model, shard_size=max_mib, **options):
-                if self._on_read is not None:
+            options = {"dtype": self.strategy.compute_dtype, "names": None if is_full else trained}
+            for tensors in self.strategy.get_model_state_dict_shard(model, shard_size=max_mib, **options):
+                if self.on_read is not None:
                     digests[label] |= {name: tensor_digest(t) for name, t in tensors.items() if name in trained}
                 yield make(next(numbers), label, tensors)
 
     def _choose_memory(self) -> CardMemory | None:
         """Return the shared memory if all makers can open it; ask them again only if one may be new."""
         if self._must_probe or self.recipients.need_all:  # a new maker may run on another GPU
-            self._must_probe = False
+            self._must_probe, self.memory = False, None
             try:
-                can_share = self._shared is not None and self.recipients.all_can_open(self._shared.probe())
+                if self.shared is not None and self.recipients.all_can_open(self.shared.probe()):
+                    self.memory = self.shared
             except RuntimeError as error:
                 logger.warning("sending weights by value: %s", error)
-                can_share = False
-            self.memory = self._shared if can_share else None
         return self.memory
 
     def _wait_for_end(self, update: "Future[None]") -> "Future[None]":
@@ -228,8 +213,6 @@ class WeightSender:
 
 @dataclasses.dataclass(eq=False)
 class _Maker:
-    """The sender's record of a maker."""
-
     behind: str | None = None
     """Why its next update must hold all weights; None if it is up to date."""
     late: "Future[Any] | None" = None
@@ -332,7 +315,7 @@ class UpdateCalls:
     """The calls of one update to its makers, and their outcomes."""
 
     def __init__(self, peers: Mapping[str, Peer], makers: Mapping[str, _Maker], *, seconds: float) -> None:
-        self.peers = dict(peers)
+        self.peers = peers
         self.answers: dict[str, Any] = {}
         """The last answer of each maker that answered."""
         self.failed: dict[str, PeerDied | PeerUnavailable | RemoteError | DeadlineExceeded] = {}
@@ -381,7 +364,5 @@ class UpdateCalls:
 
     def _is_abandoned(self, name: str) -> bool:
         """Whether a maker was abandoned; resets the flag, so that the next update tries the maker again."""
-        if not self._makers[name].is_abandoned:
-            return False
-        self._makers[name].is_abandoned = False
-        return True
+        was_abandoned, self._makers[name].is_abandoned = self._makers[name].is_abandoned, False
+        return was_abandoned

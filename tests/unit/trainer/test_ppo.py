@@ -285,12 +285,12 @@ def test_too_many_skipped_batches_in_a_row_end_training():
 def test_a_run_that_skipped_every_batch_has_failed():
     learner, poisoned = make_learner(), make_batch(1)
     poisoned.advantages[2, 0] = math.nan
-    learner.check_progress()  # nothing was skipped yet
+    learner.health.check_progress()  # nothing was skipped yet
     learner.step(poisoned)
     with pytest.raises(TrainingDiverged, match="all 1 batches were skipped"):
-        learner.check_progress()
+        learner.health.check_progress()
     learner.step(make_batch(0))
-    learner.check_progress()
+    learner.health.check_progress()
 
 
 @pytest.mark.parametrize("policy", ["none", "decoupled"])

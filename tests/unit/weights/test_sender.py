@@ -529,7 +529,7 @@ class CheckingPeer(LocalPeer):
 def test_a_maker_that_does_not_accept_messages_is_refused_with_the_reason(peer_class, make_models, trained, caplog):
     good = Maker(make_models(0))
     peers = LocalPeers(good=good)
-    peers._peers["mine"] = peer_class("mine", TakesNoMessage())
+    peers._known["mine"] = peer_class("mine", TakesNoMessage())
     sender = make_sender(trained, peers, ["mine", "good"], shared=Lent())
     with pytest.raises(WeightUpdateError, match=r"maker mine: .*'message'"):
         sender.send(1)
@@ -752,7 +752,7 @@ def test_a_maker_that_returns_during_an_adapter_update_still_needs_all_weights(r
         return condition
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.sender._strategy, "any_rank", decided)
+        patch.setattr(run.sender.strategy, "any_rank", decided)
         run.send()
     assert successor.full == [False]
     assert run.recipients.need_all

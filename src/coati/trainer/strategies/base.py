@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -32,7 +34,7 @@ from coati.trainer.strategies.files import (
     write_model,
     write_optimizer,
 )
-from coati.trainer.strategies.ranks import Ranks, seed_everything
+from coati.trainer.strategies.ranks import Ranks
 
 _PathLike = str | os.PathLike[str]
 
@@ -45,7 +47,7 @@ class Strategy(Ranks, ABC):
     except `unwrap_model` and `model_init_context`.
 
     Args:
-        seed: seed of the global random generators of Python, numpy and torch.
+        seed: the same seed on every rank makes all ranks build the same models.
         device: device of the models; by default this rank's GPU, or else the CPU.
         timeout_seconds: timeout of every wait for other ranks.
         compute_dtype: bfloat16 for mixed precision: weights, gradients and optimizer state keep the model's dtype.
@@ -71,7 +73,9 @@ class Strategy(Ranks, ABC):
             )
         self.compute_dtype = compute_dtype
         super().__init__(device=device, timeout_seconds=timeout_seconds, needs_group=self.shards_parameters)
-        seed_everything(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
 
     # Placing models
 
@@ -114,7 +118,6 @@ class Strategy(Ranks, ABC):
         return self._prepare_trained(model, optimizer)
 
     def _prepare_for_inference(self, model: nn.Module) -> nn.Module:
-        """Place a model for inference."""
         return model.to(self.device)
 
     @abstractmethod
@@ -123,7 +126,7 @@ class Strategy(Ranks, ABC):
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the module that was passed to `prepare`, with its own attributes and state-dict names."""
-        return model
+        return model.module if isinstance(model, DistributedDataParallel) else model
 
     # Training
 
@@ -136,9 +139,9 @@ class Strategy(Ranks, ABC):
         # Data parallelism averages gradients over ranks; the factor turns the mean into a sum.
         (loss * self.world_size if self.world_size > 1 else loss).backward()  # type: ignore[no-untyped-call]
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context that delays the all-reduce of whole gradients; sharded ones are exchanged regardless."""
-        return nullcontext()
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clip gradients by their global 2-norm over ranks and shards; return the norm before clipping, a scalar.
@@ -191,7 +194,7 @@ class Strategy(Ranks, ABC):
         path: _PathLike,
         only_rank0: bool = False,  # noqa: ARG002
         *,
-        add: Callable[[Path], object] | None = None,
+        add: Callable[[Path], object] = lambda _: None,
     ) -> None:
         """Write the model to the folder `path`, with its own `save_pretrained` if it has one; with LoRA, the adapters.
 
@@ -202,8 +205,7 @@ class Strategy(Ranks, ABC):
 
         def write(folder: Path) -> None:
             write_weights(folder)
-            if add is not None:
-                add(folder)
+            add(folder)
 
         self._save_folder(Path(path), write, MODEL_MARKERS)
 

@@ -6,6 +6,7 @@ what another saved. Names, shapes and digests are checked before any tensor is c
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -81,7 +82,6 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
 
 
 def _write_manifest(folder: Path) -> None:
-    """Write the digests of all files in a folder and its subfolders."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     digests = {file.relative_to(folder).as_posix(): _digest(file) for file in files}
     (folder / MANIFEST).write_text(_manifest_text({"xxh3_64": digests}))
@@ -110,13 +110,11 @@ def check_files(path: Path, *, suffix: str = "") -> None:
             raise ValueError("it was changed after it was written")
         for name, digest in content["xxh3_64"].items():
             file = path / name
-            if file.suffix == suffix or not suffix:
-                found = _digest(file)
-                if found != digest:
-                    raise CheckpointError(
-                        f"{file} must have the digest in {MANIFEST}, {digest}, got {found}. It was damaged or changed, "
-                        "or comes from another checkpoint. Use another checkpoint. Nothing was loaded."
-                    )
+            if suffix in ("", file.suffix) and (found := _digest(file)) != digest:
+                raise CheckpointError(
+                    f"{file} must have the digest in {MANIFEST}, {digest}, got {found}. It was damaged or changed, "
+                    "or comes from another checkpoint. Use another checkpoint. Nothing was loaded."
+                )
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{file} is missing or unreadable: {error!r}. Use another checkpoint. Nothing was loaded."
@@ -124,11 +122,8 @@ def check_files(path: Path, *, suffix: str = "") -> None:
 
 
 def _digest(file: Path) -> str:
-    digest = xxhash.xxh3_64()
     with file.open("rb") as stream:
-        while block := stream.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_64).hexdigest()
 
 
 def _check_replaceable(path: Path, markers: Collection[str]) -> None:
@@ -178,7 +173,7 @@ def _body_of(module: nn.Module) -> str:
 
 
 def read_tensors(module: nn.Module, path: Path) -> dict[str, Tensor]:
-    """Read the module's tensors from a folder or safetensors file; CheckpointError unless they match exactly.
+    """Read the module's tensors from a folder; CheckpointError unless they match exactly.
 
     Names in the file are those of the module or of the transformers model that it wraps; in `CHILD.safetensors`, those
     of that child. A peft folder holds only the adapters.
@@ -217,8 +212,6 @@ def copy_into(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _main_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
     files = [path / (_ADAPTER_FILE if (path / _ADAPTER_FILE).is_file() else _WEIGHTS_FILE)]
     if (path / _INDEX_FILE).is_file():
         index = json.loads((path / _INDEX_FILE).read_text())
@@ -280,9 +273,6 @@ def read_optimizer(optimizer: Optimizer, path: Path) -> dict[str, Any]:
                 f"{path} holds the state of another optimizer, with {there}, not {here}. Create the optimizer that was "
                 "saved, for the same parameters in the same order."
             )
-    for group in settings["groups"]:
-        if "betas" in group:  # JSON has no tuples
-            group["betas"] = tuple(group["betas"])
     parameters = _parameters_of(optimizer)
     state: dict[int, dict[str, Any]] = {}
     for name, value in (*settings["numbers"].items(), *load_file(path / _STATE_FILE).items()):

@@ -6,9 +6,9 @@ The ZeRO stages differ in when full weights and gradients are freed.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Literal, cast
 
 import torch
@@ -50,14 +50,6 @@ class DDPStrategy(Strategy):
         )
         return wrapped, optimizer
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the module that was passed to `prepare`."""
-        return model.module if isinstance(model, DistributedDataParallel) else model
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context that delays the all-reduce of gradients."""
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
-
 
 class CastWeights:
     """A model's forward pass, computed with copies of its weights in another dtype.
@@ -83,17 +75,17 @@ class CastWeights:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass."""
         swapped = _Swapped(self._places, {weight: weight.to(self._dtype) for weight in self._weights})
-        before, _pass.swapped = _pass.swapped, swapped
+        token = _swapped.set(swapped)
         try:
             with swapped:
                 return self._forward(*args, **kwargs)
         finally:
-            _pass.swapped = before
+            _swapped.reset(token)
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Return contexts for `torch.utils.checkpoint`, in which recomputation uses the weight copies of its pass."""
-    return nullcontext(), _pass.swapped or nullcontext()
+    return nullcontext(), _swapped.get(nullcontext())
 
 
 class _Swapped:
@@ -112,13 +104,8 @@ class _Swapped:
             module._parameters[name] = weight
 
 
-class _Pass(threading.local):
-    """The swapped weights of the forward pass that this thread is running."""
-
-    swapped: _Swapped | None = None
-
-
-_pass = _Pass()
+# The swapped weights of the forward pass that this thread is running.
+_swapped: ContextVar[AbstractContextManager[object]] = ContextVar("swapped")
 
 
 class ShardedStrategy(Strategy):
@@ -165,8 +152,7 @@ class ShardedStrategy(Strategy):
         if self.world_size > 1:
             self._sync_dtypes(model)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
-        offloads = self.device.type != "cpu" and self._cpu_offload
-        offload: OffloadPolicy = CPUOffloadPolicy() if offloads else OffloadPolicy()
+        offload = CPUOffloadPolicy() if self._cpu_offload and self.device.type != "cpu" else OffloadPolicy()
         reduce_dtype = None if self.compute_dtype is None else torch.float32
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=reduce_dtype)
         for module in [*transformer_blocks(model), model]:
@@ -227,13 +213,7 @@ class LowLevelZeroStrategy(ShardedStrategy):
     shards gradients after each micro-batch.
     """
 
-    def __init__(
-        self,
-        stage: Literal[1, 2] = 2,
-        seed: int = 42,
-        cpu_offload: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, stage: Literal[1, 2] = 2, seed: int = 42, cpu_offload: bool = False, **options: Any) -> None:
         if stage not in (1, 2):
             raise ConfigError(
                 f"LowLevelZeroStrategy stage must be 1 or 2, got {stage}. "
@@ -244,9 +224,7 @@ class LowLevelZeroStrategy(ShardedStrategy):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which stage 1 keeps gradients and parameters whole; does nothing in stage 2."""
-        if self._stage == 1 and isinstance(model, FSDPModule):
-            return _keep_unsharded(model)
-        return nullcontext()
+        return _keep_unsharded(model) if self._stage == 1 and isinstance(model, FSDPModule) else nullcontext()
 
 
 class GeminiStrategy(ShardedStrategy):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import random
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -53,10 +51,7 @@ class RankInfo(NamedTuple):
 
 
 class Ranks:
-    """This rank, its device, and its collective operations.
-
-    All ranks must call the collective methods in the same order.
-    """
+    """This rank, its device, and its collective operations."""
 
     def __init__(self, *, device: str | torch.device | None, timeout_seconds: float, needs_group: bool) -> None:
         if not timeout_seconds > 0 or math.isinf(timeout_seconds):
@@ -68,9 +63,8 @@ class Ranks:
         """The device of models and batches."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._made_group = False
-        if self.world_size > 1 or needs_group:
-            self._made_group = _join_process_group(info, self.device, timeout_seconds=timeout_seconds)
+        is_in_group = self.world_size > 1 or needs_group
+        self._made_group = is_in_group and _join_process_group(info, self.device, timeout_seconds=timeout_seconds)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensor over all ranks, on the same device; with one rank, the tensor itself."""
@@ -96,17 +90,13 @@ class Ranks:
     def run_on_all(self, work: Callable[[], _T], what: str) -> _T:
         """Run `work` on every rank; if it fails on any, raise on all, so that none waits for a rank that left."""
         failure: Exception | None = None
-        result: _T | None = None
         try:
             result = work()
         except Exception as error:
             failure = error
-        has_failed = self.any_rank(failure is not None)
-        if failure is not None:
-            raise failure
-        if has_failed:
-            raise CheckpointError(f"another rank could not {what}; see that rank's error.")
-        return result  # type: ignore[return-value]
+        if self.any_rank(failure is not None):
+            raise failure or CheckpointError(f"another rank could not {what}; see that rank's error.")
+        return result
 
     def close(self) -> None:
         """Destroy the process group if this object created it; the object cannot be used afterwards."""
@@ -117,22 +107,10 @@ class Ranks:
 
 def choose_device(requested: str | torch.device | None, local_rank: int) -> torch.device:
     """Return the requested device, or else this rank's GPU, or else the CPU."""
-    if requested is None:
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
-    device = torch.device(requested)
+    device = torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {str(device)!r} needs CUDA, but torch finds none on this machine. Use device='cpu'.")
-    is_some_gpu = str(device) == "cuda"
-    return torch.device("cuda", local_rank % torch.cuda.device_count()) if is_some_gpu else device
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch; the same seed on every rank makes all ranks build the same models."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    return torch.device("cuda", local_rank % torch.cuda.device_count()) if str(device) == "cuda" else device
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
@@ -162,14 +140,10 @@ def _join_process_group(info: RankInfo, device: torch.device, *, timeout_seconds
     # On GPUs, gloo gathers offloaded shards, which are in host memory.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
-    if info.world_size == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # public, though mypy sees no export
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        return True
+    # Several ranks meet through the environment variables.
+    store = dist.HashStore() if info.world_size == 1 else None  # type: ignore[attr-defined]  # mypy sees no export
     try:
-        dist.init_process_group(
-            backend, init_method="env://", rank=info.rank, world_size=info.world_size, timeout=timeout
-        )
+        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     except (dist.DistError, TimeoutError) as error:
         said = str(error).strip().split("\n", 1)[0]
         is_late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
