@@ -67,8 +67,9 @@ class ValueHeadModel(nn.Module):
         cls, config: PreTrainedConfig | str | Path, *, lora: LoRASettings | None = None, **kwargs: Any
     ) -> Self:
         """Create a model with random weights from a transformers config, or from the path of one."""
+        own = load_or_copy_config(config, trust_remote_code=kwargs.get("trust_remote_code", False))
         with torch.device("meta") if wants_shapes_only() else contextlib.nullcontext():
-            return cls(AutoModel.from_config(load_or_copy_config(config), **kwargs), lora=lora)
+            return cls(AutoModel.from_config(own, **kwargs), lora=lora)
 
     @property
     def config(self) -> PreTrainedConfig:

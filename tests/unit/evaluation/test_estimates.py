@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from coati.evaluation.estimates import estimate, paired_difference, pass_at_k, prompt_values
+from coati.evaluation.estimates import _student, estimate, paired_difference, pass_at_k, prompt_values
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,11 @@ def test_the_interval_of_unbounded_scores_is_students():
     found = estimate([0.0, 1.0, 1.0, 3.0, 5.0])
     assert found.mean == 2.0
     assert (found.low, found.high) == (pytest.approx(2 - 2.483, abs=2e-3), pytest.approx(2 + 2.483, abs=2e-3))
+
+
+@pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.706), (2, 4.303), (3, 3.182), (10, 2.228), (100, 1.984)])
+def test_quantiles_of_students_t_are_those_of_tables(degrees, quantile):
+    assert _student(degrees) == pytest.approx(quantile, rel=2e-3)
 
 
 def test_the_interval_of_values_from_0_to_1_is_wilsons():
@@ -118,10 +123,10 @@ def test_19_of_20_intervals_cover_the_truth_despite_correlated_samples():
 
 
 def test_a_difference_uses_the_common_prompts():
-    # 1 - 0.5, 0.5 - 0.5 and 1 - 0: mean 0.5, deviation 0.5 / sqrt(3), times 4.303 for 2 degrees (here 1 % low)
+    # 1 - 0.5, 0.5 - 0.5 and 1 - 0: mean 0.5, deviation 0.5 / sqrt(3), times 4.303 for 2 degrees of freedom
     found = paired_difference({1: 1.0, 2: 0.5, 3: 1.0, 9: 0.0}, {1: 0.5, 2: 0.5, 3: 0.0, 4: 1.0})
     assert found.mean == pytest.approx(0.5)
-    assert found.mean - found.low == pytest.approx(4.303 * 0.5 / math.sqrt(3), rel=0.01)
+    assert found.mean - found.low == pytest.approx(4.303 * 0.5 / math.sqrt(3), rel=1e-3)
     assert found.high == 1.0  # values from 0 to 1 cannot differ by more
     assert paired_difference({1: 1.0}, {2: 1.0}) is None
 

@@ -10,6 +10,7 @@ from transformers import dynamic_module_utils
 from coati import build, entry
 from coati.config import build_config
 from coati.errors import ConfigError
+from coati.models import Actor, Critic
 
 
 @pytest.fixture
@@ -19,14 +20,18 @@ def config(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     llama().save_pretrained(folder)
     settings = json.loads((folder / "config.json").read_text())
-    settings |= {"model_type": "own-llama", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnLM"}}
+    settings |= {
+        "model_type": "own-llama",
+        "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnLM", "AutoModel": "own.OwnBody"},
+    }
     (folder / "config.json").write_text(json.dumps(settings))
     (folder / "own.py").write_text(
         "from pathlib import Path\n"
-        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel\n"
         f"Path({str(tmp_path / 'trace')!r}).touch()\n"
         "class Own(LlamaConfig):\n    model_type = 'own-llama'\n"
         "class OwnLM(LlamaForCausalLM):\n    config_class = Own\n"
+        "class OwnBody(LlamaModel):\n    config_class = Own\n"
     )
 
     def make(trust):
@@ -46,6 +51,12 @@ def test_remote_code_runs_only_if_trusted(config, tmp_path):
     actor, _ = build.trainer_models(config(True))
     assert (tmp_path / "trace").exists()
     assert type(actor.model).__name__ == "OwnLM"
+
+
+@pytest.mark.parametrize("model_class", [Actor, Critic])
+def test_models_with_remote_code_are_created_from_their_config(config, model_class):
+    folder = config(True).model.path
+    assert type(model_class.from_config(folder, trust_remote_code=True).config).__name__ == "Own"
 
 
 @pytest.mark.parametrize("trust", [False, True])
