@@ -95,7 +95,7 @@ class DetachedReplayBuffer(SampleBuffer):
         self.limit = limit
         self._deadlines = deadlines or Deadlines()
         self._clock = clock
-        self._items: deque[BufferItem] = deque()  # fewer than a batch
+        self._items: list[BufferItem] = []  # fewer than a batch
         self._queue = queue or BatchQueue()
         self._deliveries: deque[str] = deque(maxlen=_DELIVERIES_KEPT)
         self._maker_names, self._peers = maker_names, peers or RayPeers()
@@ -122,13 +122,12 @@ class DetachedReplayBuffer(SampleBuffer):
                         "added nothing, because the trainer takes no batches out. Check that its fit is running."
                     )
                 self._changed.wait(min(SLICE_SECONDS, seconds))
-            self._items.extend(fresh)
-            batches = []
-            while len(self._items) >= self.sample_batch_size:
-                batch = ItemBundle(self._items.popleft() for _ in range(self.sample_batch_size))
-                batches.append(pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL))
-            if batches:
-                self._queue.put_all(batches)
+            waiting, size = [*self._items, *fresh], self.sample_batch_size
+            num_whole = len(waiting) // size * size
+            batches = [ItemBundle(waiting[start : start + size]) for start in range(0, num_whole, size)]
+            if batches:  # before anything changes here, because the call may fail
+                self._queue.put_all([pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL) for batch in batches])
+            self._items = waiting[num_whole:]
             self._deliveries.extend({item.delivery_id for item in fresh if item.delivery_id is not None})
             self._changed.notify_all()
 

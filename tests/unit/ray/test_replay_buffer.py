@@ -70,6 +70,19 @@ def test_items_are_batched_across_extends_in_order(make_buffer):
     assert buffer.num_items_waiting == 3
 
 
+def test_a_queue_that_fails_adds_nothing_and_a_retry_adds_each_item_once(make_buffer, monkeypatch):
+    buffer = make_buffer(2)
+    buffer.extend(delivery("first", 0))
+    monkeypatch.setattr(buffer._queue, "put_all", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        buffer.extend(delivery("second", 1))
+    assert (buffer.get_length(), buffer.num_items_waiting) == (0, 1)
+    monkeypatch.undo()
+    buffer.extend(delivery("second", 1))
+    assert ids(buffer.sample()) == [0, 1]
+    assert buffer.num_items_waiting == 0
+
+
 def test_append_splits_a_batch_into_items(make_buffer):
     buffer = make_buffer(2)
     buffer.append(experience(0, 3))
