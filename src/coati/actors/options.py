@@ -47,6 +47,7 @@ class TrainerOptions:
     rules: LedgerRules | None = None  # the rules by which makers lease work; None accepts all deliveries
     journal: Path | None = None  # the journal file that records all leases
     run_name: str = ""
+    has_reference: bool = True  # whether makers measure the KL to a reference model, which is then a metric
     incarnation: int = 0
     """How often the trainers of this run were restarted; makers reject updates from earlier incarnations."""
     evaluations: Callable[..., EvalSchedule] = EvalSchedule  # creates the evaluation schedule (trainer 0 only)
@@ -72,6 +73,7 @@ class TrainerOptions:
             rules=build.ledger_rules(config, stream=rank),
             journal=build.journal_path(config, stream=rank),
             run_name=config.run.name,
+            has_reference=config.reference_path is not None,
             evaluations=functools.partial(EvalSchedule, config.eval * (rank == 0), incarnation=incarnation),
             learner=parts.learner,
         )

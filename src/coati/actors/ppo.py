@@ -71,7 +71,7 @@ class PlainPPOTrainer(Trainer):
         )
         apply_env_info(env_info)
         set_up_cpu(options.num_threads)
-        self._leased = _leased_buffer(options)
+        self._leased, self.has_reference = _leased_buffer(options), options.has_reference
         super().__init__(  # before the models are built: it records their warnings
             experience_maker_holder_name_list,
             train_batch_size=options.train.batch_size,

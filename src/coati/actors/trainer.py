@@ -19,6 +19,7 @@ from coati.devices import device_errors_explained
 from coati.errors import ConfigError
 from coati.experience import BufferItem, Experience
 from coati.experience_buffer.buffer import SampleBuffer
+from coati.experience_maker.statistics import sample_metrics
 from coati.ledger import Lease, LeaseRequest
 from coati.peers import wait_in_slices
 from coati.randomness import STREAM_EPOCHS, keyed_generator
@@ -31,6 +32,9 @@ _MEMORY_REMEDY = "Give the trainer more of the GPU (topology.gpus_per_trainer), 
 
 class Trainer(Worker, ABC):
     """Trains on experience that makers push into its buffer."""
+
+    has_reference = True
+    """Whether makers measure the KL to a reference model."""
 
     def __init__(
         self,
@@ -160,7 +164,8 @@ class Trainer(Worker, ABC):
             metrics = self.training_step(batch)
         self._num_batches += 1
         self._num_samples += batch.num_samples
-        self._records.append({"batch": self._num_batches, "version": self.version, "metrics": dict(metrics or {})})
+        metrics_of_row = {**sample_metrics(batch, has_reference=self.has_reference), **(metrics or {})}
+        self._records.append({"batch": self._num_batches, "version": self.version, "metrics": metrics_of_row})
         self.notify("on_batch_end", metrics, batch)
 
     def sync_models_to_remote_makers(self, **kwargs: Any) -> None:

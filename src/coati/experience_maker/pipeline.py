@@ -24,7 +24,7 @@ from coati.experience_maker.base import (
 )
 from coati.experience_maker.naive import NaiveExperienceMaker
 from coati.experience_maker.scoring import NoSignal
-from coati.experience_maker.statistics import batch_metrics, sample_texts
+from coati.experience_maker.statistics import sample_texts
 from coati.models.actor import unwrap
 from coati.monitor.metrics import Max, Mean, Sum
 from coati.monitor.timeline import Timeline, maker_metrics
@@ -235,7 +235,7 @@ class ExperiencePipeline:
             "version": batch.version,
             "incarnation": batch.incarnation,
             "metrics": {
-                **batch_metrics(experience, has_reference=self.experience_maker.initial_model is not None),
+                "maker/samples": Sum(float(num_samples)),
                 "maker/samples_per_second": Mean(num_samples / make_seconds, float(num_samples)),
                 **{name: Sum(float(count - before.get(name, 0))) for name, count in self._reported.items()},
                 "weights/commit_seconds": Max(self.served.last_commit_seconds),

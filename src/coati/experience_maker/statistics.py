@@ -1,4 +1,4 @@
-"""What a maker reports about a batch: typed metrics, and a few samples as text."""
+"""Metrics of samples and of their rewards, and a few samples as text."""
 
 import re
 from typing import Any
@@ -6,43 +6,37 @@ from typing import Any
 import numpy as np
 
 from coati.experience import Experience
-from coati.monitor.metrics import Max, Mean, Metric, Min, Sum
+from coati.monitor.metrics import Mean, Metric, Sum
 from coati.rewards import PendingScores
 from coati.rewards.base import decode_completions, decode_prompts
 
 
-def batch_metrics(experience: Experience, *, has_reference: bool = True) -> dict[str, Metric]:
+def sample_metrics(experience: Experience, *, has_reference: bool = True) -> dict[str, float]:
     """Return metrics of rewards, KL and lengths. A response of at most one token that was not cut counts as empty."""
+    if (num_samples := experience.num_samples) == 0:
+        return {}
     mask = experience.full_action_mask()
-    lengths = mask.sum(dim=1)
-    num_samples = float(experience.num_samples)
-    reward = experience.reward.double()
-    metrics: dict[str, Metric] = {
-        "reward/mean": Mean(float(reward.mean()), num_samples),
-        "reward/std": Mean(float(reward.std(correction=0)), num_samples),
-        "reward/min": Min(float(reward.min())),
-        "reward/max": Max(float(reward.max())),
-        "response/length": Mean(float(lengths.double().mean()), num_samples),
-        "maker/samples": Sum(num_samples),
+    lengths, reward = mask.sum(dim=1), experience.reward.double()
+    metrics = {
+        "reward/mean": float(reward.mean()),
+        "reward/std": float(reward.std(correction=0)),
+        "reward/min": float(reward.min()),
+        "reward/max": float(reward.max()),
+        "response/length": float(lengths.double().mean()),
     }
     if has_reference:
-        kl_sum, num_tokens = float(experience.kl.double().masked_fill(~mask, 0.0).sum()), max(1.0, float(lengths.sum()))
-        metrics["kl/per_sample"] = Mean(kl_sum / num_samples, num_samples)
-        metrics["kl/per_token"] = Mean(kl_sum / num_tokens, num_tokens)
+        kl = float(experience.kl.double().masked_fill(~mask, 0.0).sum())
+        metrics |= {"kl/per_sample": kl / num_samples, "kl/per_token": kl / max(1.0, float(lengths.sum()))}
     if experience.group_ids is not None:
         groups: dict[int, list[float]] = {}
         for group, score in zip(experience.group_ids.tolist(), reward.tolist(), strict=True):
             groups.setdefault(group, []).append(score)
         if len(groups) < num_samples:
-            num_groups = float(len(groups))
-            metrics["reward/group_std"] = Mean(
-                sum(float(np.std(scores)) for scores in groups.values()) / num_groups, num_groups
-            )
-            num_equal = sum(min(scores) == max(scores) for scores in groups.values())
-            metrics["reward/equal_groups"] = Mean(num_equal / num_groups, num_groups)
+            metrics["reward/group_std"] = float(np.mean([np.std(scores) for scores in groups.values()]))
+            metrics["reward/equal_groups"] = float(np.mean([len({*scores}) == 1 for scores in groups.values()]))
     if (is_cut := experience.is_cut) is not None:
-        metrics["response/cut_fraction"] = Mean(float(is_cut.double().mean()), num_samples)
-        metrics["response/empty"] = Sum(float((~is_cut & (lengths <= 1)).sum()))
+        metrics["response/cut_fraction"] = float(is_cut.double().mean())
+        metrics["response/empty"] = float((~is_cut & (lengths <= 1)).sum())
     return metrics
 
 

@@ -123,7 +123,7 @@ class RowReader:
         rows = self._new_lines(self._rows)
         self._samples += self._new_lines(self._texts)  # written before the rows that they belong to
         for row in rows:
-            is_done = "reward/mean" in row
+            is_done = "maker/samples" in row  # the last row of a version
             mine = [sample for sample in self._samples if is_done and sample["version"] <= row["version"]]
             self._samples = [sample for sample in self._samples if sample not in mine]
             if row["time"] > self._known:

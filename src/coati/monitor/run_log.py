@@ -28,8 +28,8 @@ class RunSnapshot:
     step: int = 0  # training steps done
     total_steps: int  # training steps planned; 0 if unknown
     version: int = 0  # version of the policy's weights
-    reward: float | None = None  # mean reward of the newest samples
-    kl: float | None = None  # KL to the initial model, in nats per sample
+    reward: float | None = None  # mean reward of the last step's samples
+    kl: float | None = None  # their KL to the initial model, in nats per sample
     buffer_batches: int | None = None  # batches waiting in the replay buffer
     num_made: int = 0  # samples that makers delivered and a trainer accepted
     num_trained: int = 0  # samples trained on; with several epochs, each epoch counts a fraction of a sample
@@ -150,9 +150,7 @@ class RunLog:
     def _add_maker_metrics(self, version: int, record: Mapping[str, Any]) -> None:
         if any(start <= version for start in self._restarted_at[record.get("incarnation", 0) :]):
             return  # trainers restarted from before this version, so it is sampled again
-        if version > self._maker_version:
-            self._complete_version()
-            self._maker_version = version
+        self._maker_version = max(self._maker_version, version)
         # A late record counts for the current version if the row of its own is already written.
         made_by = version if version in self._made else self._maker_version
         merge_metrics(self._made.setdefault(made_by, {}), record["metrics"])
@@ -169,6 +167,7 @@ class RunLog:
                 metrics["buffer/batches"] = float(now.buffer_batches)
             metrics |= {f"restarts/{kind}": float(number) for kind, number in now.restarts.items()}
             self._rows.append({"step": step, "version": version, "time": time.time(), **metrics})
+            self._show(metrics)
             self._last_row = step
         elif self._rows:  # of an update; if the row of its step is already written, they go into the next
             next((row for row in self._rows if row["step"] == step), self._rows[0]).update(metrics)
@@ -184,7 +183,6 @@ class RunLog:
 
     def flush(self) -> None:
         """Write everything reported so far."""
-        self._complete_version()
         self._write_rows(is_end=True)
 
     def close(self) -> None:
@@ -212,13 +210,9 @@ class RunLog:
             restarts=dict(now.restarts),
         )
 
-    def _complete_version(self) -> None:
-        """Show the metrics of the newest version that makers have sampled with."""
-        if made := self._made.get(self._maker_version):
-            self._show(values_of(made))
-
-    def _show(self, made: Mapping[str, float]) -> None:
-        self.state.reward, self.state.kl = made.get("reward/mean"), made.get("kl/per_sample")
+    def _show(self, row: Mapping[str, float]) -> None:
+        if "reward/mean" in row:
+            self.state.reward, self.state.kl = row["reward/mean"], row.get("kl/per_sample")
 
     def _write_rows(self, *, is_end: bool = False) -> None:
         while self._rows:

@@ -17,6 +17,7 @@ from coati.experience import Sample
 from coati.experience_maker import AllSamplesDropped, NaiveExperienceMaker, naive
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.scoring import NoSignal
+from coati.experience_maker.statistics import sample_metrics
 from coati.models import Actor, Critic, RewardModel, action_values
 from coati.prompts.batch import parse_prompts
 from coati.rewards import Reward, RewardScorer
@@ -225,9 +226,9 @@ def test_cut_responses_are_those_that_the_engine_cut(make_maker):
     )
     input_ids, attention_mask = padded(PROMPTS, 0)
     batch = pipeline.make_batch(parse_prompts({"input_ids": input_ids, "attention_mask": attention_mask}))
-    assert pipeline.complete_batch(batch) is not None
-    metrics = pipeline.record(batch, samples_kept=0)["metrics"]
-    assert metrics["response/cut_fraction"].value == 0.25
+    experience = pipeline.complete_batch(batch)
+    assert experience.is_cut.tolist() == [False, True, False, False]
+    assert sample_metrics(experience)["response/cut_fraction"] == 0.25
 
 
 def test_models_are_switched_to_evaluation_mode(make_maker, gpt2):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coati.experience import Experience
-from coati.experience_maker.statistics import batch_metrics, reward_metrics, sample_texts
+from coati.experience_maker.statistics import reward_metrics, sample_metrics, sample_texts
 from coati.monitor.metrics import Mean, Sum
 
 
@@ -29,13 +29,11 @@ def experience():
     )
 
 
-def test_batch_metrics_by_hand(experience):
+def test_sample_metrics_by_hand(experience):
     # rewards 1, 2, 6: mean 3, variance (4 + 1 + 9) / 3
     # kl: 0.5 + 0.5 + 1 + 2 + 1 + 1 = 6 nats over 3 samples and 6 tokens
     experience.is_cut = torch.tensor([False, False, True])
-    metrics = batch_metrics(experience)
-    values = {name: metric.value for name, metric in metrics.items()}
-    assert values == pytest.approx(
+    assert sample_metrics(experience) == pytest.approx(
         {
             "reward/mean": 3.0,
             "reward/std": (14 / 3) ** 0.5,
@@ -44,35 +42,38 @@ def test_batch_metrics_by_hand(experience):
             "kl/per_sample": 2.0,
             "kl/per_token": 1.0,
             "response/length": 2.0,
-            "maker/samples": 3.0,
             "response/cut_fraction": 1 / 3,
             "response/empty": 1.0,
         }
     )
 
 
+def test_a_batch_without_samples_has_no_metrics():
+    assert sample_metrics(Experience.empty()) == {}
+
+
 def test_cuts_are_reported_only_where_they_are_known(experience):
-    assert not {"response/cut_fraction", "response/empty"} & set(batch_metrics(experience))
+    assert not {"response/cut_fraction", "response/empty"} & set(sample_metrics(experience))
 
 
 def test_a_kl_that_is_not_measured_is_absent(experience):
-    metrics = batch_metrics(experience, has_reference=False)
+    metrics = sample_metrics(experience, has_reference=False)
     assert not [name for name in metrics if name.startswith("kl/")]
-    assert metrics["response/length"].value == 2.0
+    assert metrics["response/length"] == 2.0
 
 
 def test_a_response_that_ends_without_an_end_token_is_not_cut(experience):
     # As with stop strings: the third response ends with token 8.
     experience.is_cut = torch.tensor([False, False, False])
-    metrics = batch_metrics(experience)
-    assert metrics["response/cut_fraction"].value == 0.0
+    metrics = sample_metrics(experience)
+    assert metrics["response/cut_fraction"] == 0.0
 
 
 def test_a_cut_response_is_not_empty(experience):
     experience.is_cut = torch.tensor([False, True, True])
-    metrics = batch_metrics(experience)
-    assert metrics["response/cut_fraction"].value == pytest.approx(2 / 3)
-    assert metrics["response/empty"].value == 0.0
+    metrics = sample_metrics(experience)
+    assert metrics["response/cut_fraction"] == pytest.approx(2 / 3)
+    assert metrics["response/empty"] == 0.0
 
 
 def test_groups_whose_samples_all_score_the_same_are_counted(experience):
@@ -81,9 +82,9 @@ def test_groups_whose_samples_all_score_the_same_are_counted(experience):
         torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.0, 0.0]),
         torch.tensor([1, 1, 1, 2, 2, 3, 3]),
     )
-    metrics = batch_metrics(batch)
-    assert metrics["reward/equal_groups"] == Mean(2 / 3, 3.0)
-    assert metrics["reward/group_std"].value == pytest.approx(0.5 / 3)
+    metrics = sample_metrics(batch)
+    assert metrics["reward/equal_groups"] == pytest.approx(2 / 3)
+    assert metrics["reward/group_std"] == pytest.approx(0.5 / 3)
 
 
 def test_terms_get_names_that_metrics_may_have():

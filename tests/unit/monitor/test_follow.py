@@ -66,7 +66,7 @@ def write_row(folder, step, version, *, time, texts=(), **metrics):
     """Write as a run does: the samples of a version, then the row of its last step."""
     if texts:
         append_jsonl(folder / "samples.jsonl", [sample(version, text) for text in texts])
-        metrics["reward/mean"] = 0.5
+        metrics["maker/samples"] = 4.0
     append_jsonl(folder / "metrics.jsonl", [{"step": step, "version": version, "time": time, **metrics}])
 
 
@@ -79,7 +79,7 @@ def test_each_row_is_read_once_with_the_samples_of_its_version(folder):
     assert steps_read(reader) == []  # nothing is written yet
     write_row(folder, 1, 0, time=1.0)
     append_jsonl(folder / "samples.jsonl", [sample(0, "a"), sample(0, "b"), sample(1, "later")])
-    append_jsonl(folder / "metrics.jsonl", [{"step": 2, "version": 0, "time": 2.0, "reward/mean": None}])
+    append_jsonl(folder / "metrics.jsonl", [{"step": 2, "version": 0, "time": 2.0, "maker/samples": 2.0}])
     assert steps_read(reader) == [(1, []), (2, ["a", "b"])]
     assert steps_read(reader) == []
     write_row(folder, 3, 1, time=3.0, texts=["c"])
@@ -248,7 +248,7 @@ def test_a_resumed_run_keeps_its_name_and_sends_only_new_rows(package, folder, m
     assert json.loads((folder / "trackers" / "trackio.json").read_text())["id"] == first["id"]
     assert [json.loads(line) for line in (folder / "calls").read_text().splitlines()] == [
         ["init", "film", "never", "mine"],
-        [1, {"version": 0, "reward/mean": 0.5}],
+        [1, {"version": 0, "maker/samples": 4.0}],
         [1, [["a", 0.5]]],
         ["finish"],
         ["init", "film", "allow", "mine"],

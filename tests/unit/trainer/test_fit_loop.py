@@ -277,3 +277,20 @@ def test_batches_are_kept_only_for_later_epochs(epochs, most_alive):
 
     Counter().fit(4, 4, epochs)
     assert max(counts) == most_alive
+
+
+def test_each_row_has_the_rewards_of_the_samples_of_its_step():
+    def rewarded(number):
+        experience = batch(number)
+        experience.reward = torch.tensor([float(number)])
+        return experience
+
+    trainer = Recorder(num_available=3)
+    trainer.next_batch = lambda: next((rewarded(number) for number in trainer._numbers), None)
+    trainer.run_episodes(4, 2, 2)  # the last batch never comes
+    rows = [record["metrics"] for record in trainer.report().records.records if "metrics" in record]
+    assert [row["reward/mean"] for row in rows if "loss" in row] == [float(number) for number in trainer.trained]
+    assert all("kl/per_sample" in row for row in rows)
+    trainer.has_reference = False
+    trainer.train_on(rewarded(7))
+    assert "kl/per_sample" not in trainer.report().records.records[-1]["metrics"]
