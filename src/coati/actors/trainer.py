@@ -161,11 +161,12 @@ class Trainer(Worker, ABC):
         """Take a training step; record its time and metrics."""
         self.notify("on_batch_start")
         with self._timeline.span("train"):
+            metrics_of_samples = sample_metrics(batch, has_reference=self.has_reference)
             metrics = self.training_step(batch)
         self._num_batches += 1
         self._num_samples += batch.num_samples
-        metrics_of_row = {**sample_metrics(batch, has_reference=self.has_reference), **(metrics or {})}
-        self._records.append({"batch": self._num_batches, "version": self.version, "metrics": metrics_of_row})
+        numbers = {**metrics_of_samples, **(metrics or {})}
+        self._records.append({"batch": self._num_batches, "version": self.version, "metrics": numbers})
         self.notify("on_batch_end", metrics, batch)
 
     def sync_models_to_remote_makers(self, **kwargs: Any) -> None:

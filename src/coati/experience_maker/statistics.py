@@ -31,9 +31,9 @@ def sample_metrics(experience: Experience, *, has_reference: bool = True) -> dic
         groups: dict[int, list[float]] = {}
         for group, score in zip(experience.group_ids.tolist(), reward.tolist(), strict=True):
             groups.setdefault(group, []).append(score)
-        if len(groups) < num_samples:
-            metrics["reward/group_std"] = float(np.mean([np.std(scores) for scores in groups.values()]))
-            metrics["reward/equal_groups"] = float(np.mean([len({*scores}) == 1 for scores in groups.values()]))
+        if compared := [scores for scores in groups.values() if len(scores) > 1]:
+            metrics["reward/group_std"] = float(np.mean([np.std(scores) for scores in compared]))
+            metrics["reward/equal_groups"] = float(np.mean([len({*scores}) == 1 for scores in compared]))
     if (is_cut := experience.is_cut) is not None:
         metrics["response/cut_fraction"] = float(is_cut.double().mean())
         metrics["response/empty"] = float((~is_cut & (lengths <= 1)).sum())

@@ -114,12 +114,14 @@ def _flash_kernel() -> _Flash | None:
     known = inspect.signature(varlen_attn).parameters
     if not {"window_size", "scale"} <= known.keys():
         return None
-    supports_gqa = "enable_gqa" in known
+    supports_gqa, supports_splits = "enable_gqa" in known, "num_splits" in known
 
     def flash(heads: _Heads, starts: Tensor, max_length: int, scale: float | None, window: int | None) -> Tensor:
         options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
         if supports_gqa:
             options["enable_gqa"] = heads.query.shape[1] != heads.key.shape[1]
+        if supports_splits and active_tile():
+            options["num_splits"] = 1  # otherwise the longest row decides
         mixed = varlen_attn(*heads, starts, starts, max_length, max_length, **options)
         assert isinstance(mixed, Tensor)  # it returns more only on request
         return mixed

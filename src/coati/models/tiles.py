@@ -4,7 +4,7 @@ Libraries choose kernels, and thus the rounding, by the shape of an operation. W
 get shapes that depend on a single row only:
 
     matrix products    a fixed number of rows at a time, the last of them padded with zeros
-    attention          on a CPU, batches of rows that are padded to the same length (`padded_length`)
+    attention          rows padded to the same length (`padded_length`), unless a flash kernel works row by row
     activations        on a CPU, pieces that vector instructions cover without remainder and threads do not split
     norms              on a GPU, a fixed number of rows at a time
 

@@ -6,6 +6,7 @@ from typing import Any
 from coati.config import RolloutSettings
 from coati.config.generate import GenerateOptions, native_engine_problem
 from coati.errors import ConfigError
+from coati.models.tiles import set_batch_invariant
 from coati.rollout.engine import RolloutEngine, generate, join_samples, prepared
 from coati.rollout.native import NativeEngine, config_of
 from coati.rollout.reference import ReferenceEngine
@@ -45,5 +46,7 @@ def make_engine(rollout: RolloutSettings | str, model: Any) -> RolloutEngine:
             )
         logger.warning("generating with the reference engine, which is slower: %s", reason)
         name = "reference"
+    if settings.batch_invariant:
+        set_batch_invariant(model)
     engine: RolloutEngine = engines[name](model, **(settings.vllm if name == "vllm" else {}))
     return engine

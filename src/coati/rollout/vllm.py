@@ -91,8 +91,13 @@ class VllmEngine:
                     f"rollout.vllm.{name} must be 1, got {settings[name]}. Use tensor_parallel_size, or more makers "
                     "(topology.makers)."
                 )
-        is_parallel = settings.get("tensor_parallel_size", 1) != 1
-        self._has_workers = settings.setdefault("distributed_executor_backend", "mp" if is_parallel else "uni") != "uni"
+        self._has_workers = settings.get("tensor_parallel_size", 1) != 1
+        backend = "mp" if self._has_workers else "uni"
+        if settings.setdefault("distributed_executor_backend", backend) != backend:
+            raise ConfigError(
+                f'rollout.vllm.distributed_executor_backend must be "{backend}" with this tensor_parallel_size, got '
+                f"{settings['distributed_executor_backend']!r}. Remove it."
+            )
         self.model = model
         self._settings = settings
         self._engine: Any = None

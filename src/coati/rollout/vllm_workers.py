@@ -33,7 +33,7 @@ def remove_shared_memory_at_exit(workers: Iterable[int]) -> "subprocess.Popen[by
     here survives: it is in a session of its own, and its environment does not mark it as part of the run.
     """
     used = "".join(Path(f"/proc/{worker}/maps").read_text(encoding="utf-8") for worker in workers)
-    files = {*re.findall(r"/dev/shm/\S+", used)}
+    files = {*re.findall(r"/dev/shm/(?:psm_|cpushm|nccl-)[^/\s]+", used)}
     wait_and_remove = 'exec 3<&0; { read _ <&3; rm -f -- "$@"; } &'  # the pipe closes when this process ends
     return subprocess.Popen(
         ["sh", "-c", wait_and_remove, "sh", *files],

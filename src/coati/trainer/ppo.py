@@ -97,6 +97,11 @@ class PPOLearner:
         return self.models["actor"]
 
     @property
+    def device(self) -> torch.device:
+        """The device that the models are on."""
+        return self.strategy.device
+
+    @property
     def critic(self) -> nn.Module | None:
         """The critic, as wrapped by the strategy; None if there is none."""
         return self.models.get("critic")
@@ -108,14 +113,18 @@ class PPOLearner:
         """
         experience.validate()
         experience.to_device(self.strategy.device)
+        action_mask = experience.action_mask
         if self.algorithm.mask_cut_responses and experience.is_cut is not None:
             experience.action_mask = experience.full_action_mask() & ~experience.is_cut.unsqueeze(1)
-        while True:
-            with contextlib.suppress(PassTooLarge):
-                return self._try_step(experience)
-            # Free the failed pass's memory, also for other processes on the GPU.
-            gc.collect()
-            torch.cuda.empty_cache()
+        try:
+            while True:
+                with contextlib.suppress(PassTooLarge):
+                    return self._try_step(experience)
+                # Free the failed pass's memory, also for other processes on the GPU.
+                gc.collect()
+                torch.cuda.empty_cache()
+        finally:
+            experience.action_mask = action_mask
 
     def _checkpoint_activations(self) -> None:
         for model in self.models.values():

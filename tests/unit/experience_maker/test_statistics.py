@@ -77,10 +77,10 @@ def test_a_cut_response_is_not_empty(experience):
 
 
 def test_groups_whose_samples_all_score_the_same_are_counted(experience):
-    batch = experience.select(torch.zeros(7, dtype=torch.long))
+    batch = experience.select(torch.zeros(8, dtype=torch.long))
     batch.reward, batch.group_ids = (
-        torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.0, 0.0]),
-        torch.tensor([1, 1, 1, 2, 2, 3, 3]),
+        torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.0, 0.0, 0.7]),
+        torch.tensor([1, 1, 1, 2, 2, 3, 3, 4]),  # a single sample is compared with none
     )
     metrics = sample_metrics(batch)
     assert metrics["reward/equal_groups"] == pytest.approx(2 / 3)

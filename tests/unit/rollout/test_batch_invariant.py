@@ -62,6 +62,8 @@ def test_engines_that_cannot_do_it_refuse():
     settings = RolloutSettings(batch_invariant=True)
     with pytest.raises(ConfigError, match=r"rollout\.batch_invariant needs the native engine"):
         make_engine(settings, tiny.llama(0, rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}))
-    assert isinstance(make_engine(settings, tiny.llama(0)), NativeEngine)
+    engine = make_engine(settings, tiny.llama(0))
+    assert isinstance(engine, NativeEngine)
+    assert engine._decoder.is_invariant
     with pytest.raises(ValueError, match="batch_invariant"):
         RolloutSettings(batch_invariant=True, engine="vllm")

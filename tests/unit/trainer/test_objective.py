@@ -343,6 +343,9 @@ def test_masked_cut_responses_have_no_influence(actor, normalization):
     assert found["train/tokens"] == expected["train/tokens"] == 5
     unmasked = learner_of(actor, normalization=normalization, **IN_LOSS)
     assert unmasked.step(part)["train/tokens"] == 6
+    mask = part.full_action_mask().clone()
+    masking.step(part)
+    assert torch.equal(part.full_action_mask(), mask)  # later metrics and epochs see the whole batch
 
 
 def test_without_a_critic_the_actor_learns_and_value_metrics_are_absent(actor):

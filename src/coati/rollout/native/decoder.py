@@ -91,6 +91,11 @@ class Decoder:
         if self.weight.is_cuda:
             drop_flash_on_old_gpus(self.weight.device)
         self.operations, self._angles = operations_for(self.weight, self._geometry), {}
+        if self.weight.is_cuda and self.is_invariant and self.weight.dtype not in (torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f'rollout.batch_invariant needs model.dtype = "bfloat16" on a GPU, got {self.weight.dtype}. Set '
+                "that, or rollout.batch_invariant = false."
+            )
         if self.weight.is_cuda and self.is_invariant and not isinstance(self.operations, TritonOperations):
             raise ConfigError(
                 "rollout.batch_invariant needs the Triton kernels, which cannot run this model on this GPU (a warning "
