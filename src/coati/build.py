@@ -157,6 +157,9 @@ def check_inputs(config: RunSettings, *, has_reward: bool = False) -> None:
     for one in config.eval:
         uses_given_reward = has_reward and one.reward == config.reward
         attempt(_check_data, config.for_evaluation(one), uses_given_reward, has_models, label=f"eval {one.name!r}: ")
+    if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        problem = 'rollout.engine = "vllm" needs vLLM, which is not installed.'
+        errors.append(ConfigError(f"{problem} Run pip install '.[vllm]' in your clone of coati."))
     for name in config.logging.tracker_names:
         if importlib.util.find_spec(name) is None:
             problem = f"logging.trackers.{name} needs the package {name}, which is not installed."

@@ -146,6 +146,13 @@ def test_the_example_is_valid(folder, monkeypatch):
     assert problems_of(load_config(Path("examples/film/run.toml"), [f"model.path={folder / 'model'}"])) == []
 
 
+def test_vllm_that_is_not_installed(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    (problem,) = problems("rollout.engine=vllm")
+    assert "rollout.engine = \"vllm\" needs vLLM, which is not installed. Run pip install '.[vllm]'" in problem
+    assert problems() == []
+
+
 def test_a_reward_parameter_without_a_column(folder):
     (folder / "odd_rewards.py").write_text(
         "def wants(completions, solution): ...\n"

@@ -89,7 +89,9 @@ def needed_package(name: str, extra: str = "rewards") -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"The package {error.name} is not installed. Run pip install 'coati[{extra}]'.") from None
+        raise ConfigError(
+            f"The package {error.name} is not installed. Run pip install '.[{extra}]' in your clone of coati."
+        ) from None
 
 
 def require(name: str, is_met: bool, rule: str) -> None:
