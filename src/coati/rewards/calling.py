@@ -249,8 +249,9 @@ def _imported(name: str, search_paths: Sequence[Path]) -> Callable[..., Any]:
     except Exception as error:  # a module may raise anything
         if module_name == "__main__" or attribute == "_lambda_":
             raise ConfigError(
-                f"Function {name!r} was passed by a program and cannot be loaded by name. Continue the run with "
-                "coati.train(resume=..., reward=...), or move the function into a module and set reward.function."
+                f"Function {name!r} was passed by a program and cannot be loaded by name. To continue the run, use "
+                "coati.train(resume=..., reward=...); to replay it, coati.replay.replay(folder, "
+                "parts=coati.build.Parts(reward=...)). Or move the function into a module and set reward.function."
             ) from error
         remedy = "Check the name and reward.search_paths."
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
