@@ -210,12 +210,12 @@ def dry_run(folder, monkeypatch, capsys):
 
 
 def test_a_dry_run_over_an_earlier_run_checks_everything_and_mentions_overwrite(folder, dry_run):
-    assert "--overwrite" not in dry_run()
+    assert "Config OK. Run again without --dry-run to train." in dry_run()
     (folder / "out" / "model").mkdir(parents=True)
     (folder / "out" / MARKER).touch()
-    printed = dry_run()
-    assert printed.index("Config OK") < printed.index("--overwrite")
-    assert "--overwrite" not in dry_run("--overwrite")
+    advice = "Run again with --overwrite, or with another run.output: 'out' holds an earlier run."
+    assert dry_run().splitlines()[-1] == f"Config OK. {advice}"
+    assert "Config OK. Run again without --dry-run to train." in dry_run("--overwrite")
     dry_run("--set", "reward.function=scoring:missing", code=2)  # the same as without an earlier run
 
 
