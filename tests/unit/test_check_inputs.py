@@ -141,6 +141,19 @@ def test_mistakes_are_reported_together_and_each_once(folder):
     assert [problem.split()[0] for problem in found] == ["model.path", "reward.function:"]
 
 
+def test_a_reward_that_sets_inherit_is_reported_once(folder):
+    (folder / "other_rewards.py").write_text("def wants(completions, solution): ...\n")
+    (folder / "other.jsonl").write_text('{"prompt": "the film", "kind": "x"}\n')
+    sets = 'eval=[{name="a", prompts={path="other.jsonl"}}, {name="b", prompts={path="prompts.jsonl"}}]'
+    (problem,) = problems("reward.function=other_rewards:wants", sets)
+    assert problem.startswith("reward.function 'other_rewards:wants' needs 'solution'")
+    found = problems("reward.function=scoring:nope", "prompts.path=none.jsonl", sets)
+    assert [problem.split()[0] for problem in found] == ["prompts.path", "reward.function:"]
+    (folder / "prompts.jsonl").write_text('{"prompt": "the film", "solution": "x"}\n')
+    (problem,) = problems("reward.function=other_rewards:wants", sets)
+    assert problem.startswith("eval 'a': reward.function"), "only its dataset has no such column"
+
+
 def test_the_example_is_valid(folder, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert problems_of(load_config(Path("examples/film/run.toml"), [f"model.path={folder / 'model'}"])) == []

@@ -284,6 +284,13 @@ def test_errors_in_inherited_settings_are_reported_once():
     assert (len(keys), keys[-1]) == (4, "  eval[1].rollout.temperature"), "set in this table only"
 
 
+def test_an_unknown_key_that_sets_inherit_is_reported_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, EVALUATED), ["rollout.foo=3"])
+    (problem,) = str(caught.value).splitlines()[1:]
+    assert problem.startswith("  Unknown setting rollout.foo. [rollout] has do_sample, ")
+
+
 def test_foreign_names_map_to_existing_settings():
     names = [name for name in _FOREIGN_NAMES.values() if " " not in name]
     assert len(names) > 5
