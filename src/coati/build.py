@@ -210,11 +210,9 @@ def _check_reward(config: RunSettings, columns: Collection[str] | None) -> None:
             function = load_reward_function(part.function, config.reward_search_paths, part.options)
         except ConfigError as error:
             raise ConfigError(f"{key}.function: {error}") from error
-        if columns is None:
-            continue
         named, _ = keyword_parameters(function)
         own = {parameter for parameter, is_required in named.items() if is_required and parameter not in part.columns}
-        if missing := sorted({*own, *part.columns.values()} - {*OFFERED, *columns}):
+        if columns is not None and (missing := sorted({*own, *part.columns.values()} - {*OFFERED, *columns})):
             raise ConfigError(
                 f"{key}.function {part.function!r} needs {missing[0]!r}, but a reward gets {', '.join(OFFERED)} and "
                 f"the dataset's columns ({', '.join(sorted(columns)) or 'none'}). Rename the parameter, give it a "

@@ -226,7 +226,7 @@ def test_a_dry_run_over_an_earlier_run_checks_everything_and_mentions_overwrite(
     assert "Config OK. Run again without --dry-run to train." in dry_run()
     (folder / "out" / "model").mkdir(parents=True)
     (folder / "out" / MARKER).touch()
-    advice = "Run again with --overwrite, or with another run.output: 'out' holds an earlier run."
+    advice = "Run again with --overwrite, or with another run.output: out holds a run."
     assert dry_run().splitlines()[-1] == f"Config OK. {advice}"
     assert "Config OK. Run again without --dry-run to train." in dry_run("--overwrite")
     dry_run("--set", "reward.function=scoring:missing", code=2)  # the same as without an earlier run

@@ -59,6 +59,8 @@ def train(
     """Train a model with the settings of a TOML file."""
     console, is_resumed = Console(highlight=False), resume is not None
     show_messages(verbose)
+    if config is not None and resume is not None:
+        raise ConfigError(f"--resume takes its settings from the run. Remove {config}; change settings with --set.")
     settings = entry.choose_settings(config, resume=resume, overrides=overrides or [], sync=sync)
     options: dict[str, Any] = {"overwrite": overwrite, "sync": sync, "address": address}
     with console.status("checking settings, models and prompts"):
@@ -73,8 +75,7 @@ def train(
         try:
             check_run_folder(settings, overwrite=overwrite or is_resumed)
         except ConfigError:  # `check_run` has excluded all other problems of the folder
-            folder = str(settings.output_folder)
-            advice = f"Run again with --overwrite, or with another run.output: {folder!r} holds an earlier run."
+            advice = f"Run again with --overwrite, or with another run.output: {settings.output_folder} holds a run."
         console.print("[green]Config OK.[/]", escape(advice), soft_wrap=True)
         return
     result = execute(settings, console, verbose=verbose, start=start, **options)

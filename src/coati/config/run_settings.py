@@ -291,7 +291,8 @@ def build_config(data: Mapping[str, Any], overrides: Overrides = (), *, source: 
         problems = describe(RunSettings, error)
     of_run = [problem for problem in problems if "eval[" not in problem]  # sets inherit some of them
     problems = of_run + [one for one in problems if "eval[" in one and re.sub(r"eval\[\d+\]\.", "", one) not in of_run]
-    where = f" in {source}{' with --set' if overrides else ''}" if source else ""
+    option = " with overrides" if isinstance(overrides, Mapping) else " with --set"
+    where = f" in {source}{option * bool(overrides)}" if source else ""
     noun = "setting is" if len(problems) == 1 else "settings are"
     lines = "\n".join(f"  {problem}" for problem in problems)
     raise ConfigError(f"{len(problems)} {noun} wrong{where}:\n{lines}")

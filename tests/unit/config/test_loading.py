@@ -411,6 +411,8 @@ def test_the_error_names_the_file_and_whether_there_were_overrides(tmp_path):
     sound, unsound = write(tmp_path, MINIMAL), write(tmp_path, MINIMAL + "[train]\nepochs = 0\n", "film-2.toml")
     with pytest.raises(ConfigError, match=r"1 setting is wrong in .*film-1\.toml with --set:\n  train.ep"):
         load_config(sound, ["run.name=other", "train.epochs=0"])
+    with pytest.raises(ConfigError, match=r"1 setting is wrong in .*film-1\.toml with overrides:\n  train.ep"):
+        load_config(sound, {"train.epochs": 0})
     with pytest.raises(ConfigError, match=r"1 setting is wrong in .*film-2\.toml:\n  train.epochs"):
         load_config(unsound)
 
