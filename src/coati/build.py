@@ -8,7 +8,7 @@ import os
 import pickle
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,19 +144,28 @@ def check_inputs(config: RunSettings, *, has_reward: bool = False) -> None:
     """
     errors: list[CoatiError] = []
 
-    def attempt(check: Callable[..., None], *args: Any, label: str = "") -> None:
+    def attempt(check: Callable[..., Any], *args: Any, label: str = "") -> Any:
         try:
-            check(*args)
+            return check(*args)
         except CoatiError as error:
             if str(error) not in map(str, errors):
                 errors.append(type(error)(f"{label}{error}"))
 
     attempt(_check_models, config)
     has_models = not errors  # otherwise the same load would fail again, after another network timeout
-    attempt(_check_data, config, has_reward, has_models)
+    columns = attempt(_prompt_columns, config, has_models)
+    num_errors = len(errors)
+    if not has_reward:
+        attempt(_check_reward, config, columns)
+    is_settled = has_reward or len(errors) > num_errors  # given by a program, or reported: not checked again in sets
     for one in config.eval:
-        uses_given_reward = has_reward and one.reward == config.reward
-        attempt(_check_data, config.for_evaluation(one), uses_given_reward, has_models, label=f"eval {one.name!r}: ")
+        label, own = f"eval {one.name!r}: ", config.for_evaluation(one)
+        columns = attempt(_prompt_columns, own, has_models, label=label)
+        if not (is_settled and one.reward == config.reward):
+            attempt(_check_reward, own, columns, label=label)
+    if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        problem = 'rollout.engine = "vllm" needs vLLM, which is not installed.'
+        errors.append(ConfigError(f"{problem} Run pip install '.[vllm]' in your clone of coati."))
     for name in config.logging.tracker_names:
         if importlib.util.find_spec(name) is None:
             problem = f"logging.trackers.{name} needs the package {name}, which is not installed."
@@ -186,9 +195,13 @@ def _check_models(config: RunSettings) -> None:
         )
 
 
-def _check_data(config: RunSettings, has_reward: bool, has_models: bool) -> None:
-    columns = make_prompts(config).columns if has_models else _load_prompt_table(config).other_columns
-    for index, part in enumerate(() if has_reward else config.reward.parts):
+def _prompt_columns(config: RunSettings, has_models: bool) -> Collection[str]:
+    return make_prompts(config).columns if has_models else _load_prompt_table(config).other_columns
+
+
+def _check_reward(config: RunSettings, columns: Collection[str] | None) -> None:
+    """Load the reward. `columns` are those of the dataset; None if they could not be loaded."""
+    for index, part in enumerate(config.reward.parts):
         key = f"reward.terms[{index}]" if config.reward.terms else "reward"
         if part.model:
             _load_pretrained(config, f"{key}.model", part.model, AutoConfig)
@@ -199,7 +212,7 @@ def _check_data(config: RunSettings, has_reward: bool, has_models: bool) -> None
             raise ConfigError(f"{key}.function: {error}") from error
         named, _ = keyword_parameters(function)
         own = {parameter for parameter, is_required in named.items() if is_required and parameter not in part.columns}
-        if missing := sorted({*own, *part.columns.values()} - {*OFFERED, *columns}):
+        if columns is not None and (missing := sorted({*own, *part.columns.values()} - {*OFFERED, *columns})):
             raise ConfigError(
                 f"{key}.function {part.function!r} needs {missing[0]!r}, but a reward gets {', '.join(OFFERED)} and "
                 f"the dataset's columns ({', '.join(sorted(columns)) or 'none'}). Rename the parameter, give it a "

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coati.config import Overrides, RunSettings, build_config, load_config, parse_overrides
+from coati.config.section import spell
 from coati.errors import CheckpointError, ConfigError
 from coati.monitor import RunLog, RunSnapshot, Tracker, read_jsonl
 from coati.monitor.follow import following
@@ -166,14 +167,18 @@ def choose_settings(
     sync: bool = False,
 ) -> RunSettings:
     """Resolve the settings of a run from the arguments of `train`."""
-    overrides = parse_overrides(overrides)
-    if reward is not None:  # it replaces every source in `[reward]`
-        overrides |= {"reward.function": _name_of(reward), "reward.model": "", "reward.terms": [], "reward.options": {}}
-    if sync:  # one process alternates between sampling and training, so it is on-policy
-        overrides["topology.max_staleness"] = 0
     if (config is None) == (resume is None):
-        given = "neither" if config is None else "both"
-        raise ConfigError(f"A run needs either settings or a run folder to resume (--resume), not both. Got {given}.")
+        both = "resume takes its settings from the run. Remove config; change settings with overrides."
+        none = "A run needs settings (CONFIG), or a run folder to continue (--resume). Got neither."
+        raise ConfigError(none if config is None else both)
+    # With sync, one process alternates between sampling and training, so it is on-policy.
+    fixed: dict[str, Any] = {"topology.max_staleness": 0} if sync else {}
+    if reward is not None:  # it replaces every source in `[reward]`
+        fixed |= {"reward.function": _name_of(reward), "reward.model": "", "reward.terms": [], "reward.options": {}}
+    if overrides and not isinstance(overrides, Mapping):  # errors name --set
+        overrides = [*overrides, *(f"{key}={spell(value)}" for key, value in fixed.items())]
+    else:
+        overrides = parse_overrides(overrides) | fixed
     if resume is not None:
         return resumed_settings(Path(resume), overrides)
     if isinstance(config, RunSettings):

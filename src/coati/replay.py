@@ -8,6 +8,7 @@ each delivery with the recorded weights, and compares published weights with the
 
 import functools
 import itertools
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -239,7 +240,7 @@ class ReplayResult(NamedTuple):
 
 
 def replay(
-    folder: Path,
+    folder: str | os.PathLike[str],
     *,
     until: int | None = None,
     parts: build.Parts | None = None,
@@ -251,6 +252,7 @@ def replay(
     for each version that matches, from 0 on. Raises ReplayDiffers at the first difference, CheckpointError if the
     journal is missing or damaged, and ConfigError if the run is of a kind that cannot be replayed.
     """
+    folder = Path(folder)
     contents = read_journals(folder)
     if len(contents) > 1 or any("resume" in event and "state" in event for event in contents[0].events):
         raise ConfigError(

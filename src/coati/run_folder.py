@@ -204,6 +204,18 @@ def ask_for_makers(folder: Path, makers: int) -> None:
     _write_atomically(folder / _CONTROL, json.dumps({"makers": makers}))
 
 
+def target_makers(folder: Path) -> int:
+    """Return the target number of makers of the run in `folder`. ConfigError if its settings are not saved yet."""
+    path = folder / "config.toml"
+    if not path.is_file():
+        if _is_running(folder):
+            raise ConfigError(f"The run in {str(folder)!r} is still starting. Try again when it trains.")
+        raise ConfigError(
+            f"RUN_FOLDER must be the output folder of a run, which has a config.toml, got {str(folder)!r}."
+        )
+    return load_config(path).topology.makers
+
+
 def asked_makers(folder: Path) -> int | None:
     """Return the number of makers requested for the run in `folder` since the last call; None if there is no request.
 

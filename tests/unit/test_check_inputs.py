@@ -141,9 +141,29 @@ def test_mistakes_are_reported_together_and_each_once(folder):
     assert [problem.split()[0] for problem in found] == ["model.path", "reward.function:"]
 
 
+def test_a_reward_that_sets_inherit_is_reported_once(folder):
+    (folder / "other_rewards.py").write_text("def wants(completions, solution): ...\n")
+    (folder / "other.jsonl").write_text('{"prompt": "the film", "kind": "x"}\n')
+    sets = 'eval=[{name="a", prompts={path="other.jsonl"}}, {name="b", prompts={path="prompts.jsonl"}}]'
+    (problem,) = problems("reward.function=other_rewards:wants", sets)
+    assert problem.startswith("reward.function 'other_rewards:wants' needs 'solution'")
+    found = problems("reward.function=scoring:nope", "prompts.path=none.jsonl", sets)
+    assert [problem.split()[0] for problem in found] == ["prompts.path", "reward.function:"]
+    (folder / "prompts.jsonl").write_text('{"prompt": "the film", "solution": "x"}\n')
+    (problem,) = problems("reward.function=other_rewards:wants", sets)
+    assert problem.startswith("eval 'a': reward.function"), "only its dataset has no such column"
+
+
 def test_the_example_is_valid(folder, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert problems_of(load_config(Path("examples/film/run.toml"), [f"model.path={folder / 'model'}"])) == []
+
+
+def test_vllm_that_is_not_installed(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    (problem,) = problems("rollout.engine=vllm")
+    assert "rollout.engine = \"vllm\" needs vLLM, which is not installed. Run pip install '.[vllm]'" in problem
+    assert problems() == []
 
 
 def test_a_reward_parameter_without_a_column(folder):
@@ -203,12 +223,12 @@ def dry_run(folder, monkeypatch, capsys):
 
 
 def test_a_dry_run_over_an_earlier_run_checks_everything_and_mentions_overwrite(folder, dry_run):
-    assert "--overwrite" not in dry_run()
+    assert "Config OK. Run again without --dry-run to train." in dry_run()
     (folder / "out" / "model").mkdir(parents=True)
     (folder / "out" / MARKER).touch()
-    printed = dry_run()
-    assert printed.index("Config OK") < printed.index("--overwrite")
-    assert "--overwrite" not in dry_run("--overwrite")
+    advice = "Run again with --overwrite, or with another run.output: out holds a run."
+    assert dry_run().splitlines()[-1] == f"Config OK. {advice}"
+    assert "Config OK. Run again without --dry-run to train." in dry_run("--overwrite")
     dry_run("--set", "reward.function=scoring:missing", code=2)  # the same as without an earlier run
 
 

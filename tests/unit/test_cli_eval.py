@@ -4,6 +4,8 @@ import pytest
 
 from coati.cli import eval as command
 from coati.config import build_config, dump_config
+from coati.errors import ConfigError
+from coati.run_folder import MARKER
 
 
 @pytest.fixture
@@ -32,3 +34,15 @@ def test_a_model_is_compared_with_the_base_model_unless_it_is_the_same(evaluated
     assert evaluated("model", base="none") == ["model"]
     assert evaluated("owner/name", base="owner/name") == ["owner/name"]
     assert evaluated("base") == ["base"], "a relative and an absolute path of one folder"
+
+
+def test_a_run_without_a_model_names_a_checkpoint_that_exists(evaluated, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / MARKER).touch()
+    with pytest.raises(ConfigError, match=r"has not saved a model yet\. It has no checkpoint either"):
+        evaluated("run")
+    for version in (9, 10):
+        (run / "checkpoints" / f"version-{version}").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="Use a checkpoint: run/checkpoints/version-10"):
+        evaluated("run")

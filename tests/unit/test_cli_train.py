@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from coati import entry
+from coati.cli.main import main
 from coati.cli.train import execute
-from coati.config import build_config
+from coati.config import build_config, dump_config
 from coati.errors import ConfigError, RunStopped
 from coati.ledger import LedgerRules
 from coati.ledger.audit import Group, RunAccount, TrainerAccount
@@ -23,6 +24,42 @@ def test_a_result_has_a_one_line_repr():
     account.trainers[0].groups = dict.fromkeys(range(2000), Group("trained"))
     result = entry.RunResult(config=CONFIG, account=account, num_restarts={}, seconds=12.3, was_stopped=False)
     assert repr(result) == "<RunResult in 'runs/run': done, 2,000 samples, 12 s>"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [(["train.epochs=0"], "with --set"), ({"train.epochs": 0}, "with overrides"), ((), "with overrides")],
+)
+def test_the_error_names_where_overrides_came_from(tmp_path, overrides, expected):
+    path = tmp_path / "run.toml"
+    wrong = "" if overrides else "train.epochs = 0\n"
+    path.write_text(wrong + 'model.path = "m"\nprompts.path = "p.jsonl"\n')
+    with pytest.raises(ConfigError, match=rf"1 setting is wrong in .*run\.toml {expected}:\n  train.epochs"):
+        entry.choose_settings(path, overrides=overrides, reward=max)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_table_given_as_a_string_replaces_the_table(tmp_path, sync):
+    path = tmp_path / "run.toml"
+    path.write_text(dump_config(CONFIG).replace("[rollout.generate]\n", "[rollout.generate]\nmin_p = 0.0\n"))
+    assert entry.choose_settings(path).rollout.generate == {"min_p": 0.0}
+    overrides = ['rollout.generate={ stop_strings = ["."] }']
+    settings = entry.choose_settings(path, overrides=overrides, sync=sync, reward=max)
+    assert settings.rollout.generate == {"stop_strings": ["."]}
+    assert settings.reward.function == "builtins:max"
+    assert settings.topology.max_staleness == (0 if sync else 1)
+
+
+def test_settings_and_a_run_to_resume_exclude_each_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["coati", "train", "long.toml", "--resume", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main()
+    expected = "--resume takes its settings from the run. Remove long.toml; change settings with --set."
+    assert expected in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"Remove config; change settings with overrides\."):
+        entry.choose_settings("long.toml", resume=tmp_path)
+    with pytest.raises(ConfigError, match="Got neither"):
+        entry.choose_settings(None)
 
 
 class Judge:

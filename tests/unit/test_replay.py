@@ -213,7 +213,7 @@ def test_a_resumed_run_replays_bit_for_bit(finished):
     assert any("resume" in event for event in events)
     assert audit_run(finished).oldest > 0, "no sample is older than its batch"
     seen = []
-    result = replay(finished, on_version=lambda *numbers: seen.append(numbers))
+    result = replay(str(finished), on_version=lambda *numbers: seen.append(numbers))
     assert (result.version, result.num_samples) == (7, 52)  # the last version has one batch
     assert seen == [(version, 7) for version in range(8)]
 
@@ -274,6 +274,21 @@ def test_a_modified_journal_is_detected(finished, what, capsys, monkeypatch):
         main()
     assert stop.value.code == 1
     assert expected in capsys.readouterr().out
+
+
+def test_a_reward_passed_from_python_is_passed_again(finished, capsys, monkeypatch):
+    path = finished / "config.toml"
+    path.write_text(path.read_text().replace("rewards_of_the_replay_tests:likes", "__main__:likes"))
+    monkeypatch.setattr("sys.argv", ["coati", "replay", str(finished)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "coati.replay.replay(folder, parts=coati.build.Parts(reward=...))" in capsys.readouterr().err
+
+    def likes_early_letters(completions):
+        return [sum(word in "abcd" for word in text.split()) / 4 for text in completions]
+
+    assert replay(finished, until=1, parts=build.Parts(reward=likes_early_letters)).version == 1
 
 
 def test_runs_that_cannot_be_replayed_are_rejected_with_the_reason(settings, tmp_path):

@@ -234,6 +234,18 @@ def test_scale_without_a_number_shows_the_target(config, monkeypatch, capsys):
     assert resumed_settings(config.output_folder, ()).topology.makers == 5
 
 
+def test_scale_without_a_number_while_the_run_starts(running, tmp_path, monkeypatch, capsys):
+    for folder, expected in (
+        (running, "is still starting"),
+        (tmp_path / "nowhere", "must be the output folder of a run"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["coati", "scale", str(folder)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 2
+        assert expected in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -80,7 +80,11 @@ def _resolved(target: str, settings: Path | None) -> tuple[str, RunSettings]:
     if run != folder:
         return target, config
     if not (folder / "model").is_dir():
-        raise ConfigError(f"The run in {target!r} has not saved a model yet. Use a checkpoint: {target}/checkpoints/…")
+        from coati.trainer.checkpoints import saved_versions
+
+        saved = saved_versions(folder / "checkpoints")
+        advice = f"Use a checkpoint: {saved[0]}" if saved else "It has no checkpoint either (see train.save_every)."
+        raise ConfigError(f"The run in {target!r} has not saved a model yet. {advice}")
     return str(folder / "model"), config
 
 

@@ -15,10 +15,9 @@ from coati.cli.eval import evaluate
 from coati.cli.report import report
 from coati.cli.reward import check
 from coati.cli.train import EXIT_STOPPED, train
-from coati.config import load_config
 from coati.counting import counted
 from coati.errors import CoatiError, RunStopped, error_text
-from coati.run_folder import MAX_MAKERS, ask_for_makers
+from coati.run_folder import MAX_MAKERS, ask_for_makers, target_makers
 
 app = typer.Typer(
     name="coati",
@@ -65,8 +64,7 @@ def scale(
         ask_for_makers(folder, makers)
         typer.echo(f"Requested {counted(makers, 'maker')} for the run in {folder}.")
     else:
-        target = load_config(folder / "config.toml").topology.makers
-        typer.echo(f"The target of the run in {folder} is {counted(target, 'maker')}.")
+        typer.echo(f"The target of the run in {folder} is {counted(target_makers(folder), 'maker')}.")
 
 
 def main() -> None:

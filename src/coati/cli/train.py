@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from coati import entry
 from coati.cli.audit import show_losses
@@ -58,6 +59,8 @@ def train(
     """Train a model with the settings of a TOML file."""
     console, is_resumed = Console(highlight=False), resume is not None
     show_messages(verbose)
+    if config is not None and resume is not None:
+        raise ConfigError(f"--resume takes its settings from the run. Remove {config}; change settings with --set.")
     settings = entry.choose_settings(config, resume=resume, overrides=overrides or [], sync=sync)
     options: dict[str, Any] = {"overwrite": overwrite, "sync": sync, "address": address}
     with console.status("checking settings, models and prompts"):
@@ -68,11 +71,12 @@ def train(
         if start is not None:
             console.print(f"The run would continue from {start.checkpoint}.", markup=False, soft_wrap=True)
         _show_lost_prompts(console, settings)
-        console.print("[green]Config OK.[/] Run again without --dry-run to train.")
+        advice = "Run again without --dry-run to train."
         try:
             check_run_folder(settings, overwrite=overwrite or is_resumed)
-        except ConfigError as error:  # does not affect the dry run itself
-            console.print(f"Note: {error}", style="yellow", markup=False, soft_wrap=True)
+        except ConfigError:  # `check_run` has excluded all other problems of the folder
+            advice = f"Run again with --overwrite, or with another run.output: {settings.output_folder} holds a run."
+        console.print("[green]Config OK.[/]", escape(advice), soft_wrap=True)
         return
     result = execute(settings, console, verbose=verbose, start=start, **options)
     _show_result(console, result)

@@ -255,8 +255,8 @@ def load_config(path: Path | None, overrides: Overrides = ()) -> RunSettings:
 
     Relative paths in the file are relative to its folder if they exist there, else to the working directory. Two
     defaults depend on the file: `run.name` (its stem) and `reward.search_paths` (its folder). Overrides are strings
-    `section.key=value`, with a TOML value or an unquoted string, or a dict, nested or with dotted keys. Raises
-    ConfigError with one line per problem.
+    `section.key=value`, with a TOML value or an unquoted string, or a dict, nested or with dotted keys; `eval`
+    is replaced as a whole. Raises ConfigError with one line per problem.
 
     >>> load_config(None, ["model.path=m", "prompts.path=p.jsonl", "reward.model=r", "train.epochs=2"]).train.epochs
     2
@@ -291,7 +291,8 @@ def build_config(data: Mapping[str, Any], overrides: Overrides = (), *, source: 
         problems = describe(RunSettings, error)
     of_run = [problem for problem in problems if "eval[" not in problem]  # sets inherit some of them
     problems = of_run + [one for one in problems if "eval[" in one and re.sub(r"eval\[\d+\]\.", "", one) not in of_run]
-    where = f" in {source}{' with --set' if overrides else ''}" if source else ""
+    option = " with overrides" if isinstance(overrides, Mapping) else " with --set"
+    where = f" in {source}{option * bool(overrides)}" if source else ""
     noun = "setting is" if len(problems) == 1 else "settings are"
     lines = "\n".join(f"  {problem}" for problem in problems)
     raise ConfigError(f"{len(problems)} {noun} wrong{where}:\n{lines}")
@@ -352,12 +353,18 @@ def _apply_override(data: dict[str, Any], key: str, value: Any) -> None:
     override, parts = key if value is None else f"{key}={value}", key.split(".")
     if parts == ["algorithm"]:
         parts.append("name")  # the short form, as in a file
-    if value is None or len(parts) < 2 or not all(parts):
+    if value is None or not all(parts) or (len(parts) < 2 and parts != ["eval"]):
         raise ConfigError(
             f"An override must be section.key=value, got {override!r}. For example train.total_steps=200."
         )
     if isinstance(data.get("algorithm"), str):
         data["algorithm"] = {"name": data["algorithm"]}
+    if parts[0] == "eval" and len(parts) > 1:
+        raise ConfigError(
+            f"{override!r} sets a key of eval, which is a list of evaluation sets. Replace it as a whole, for example "
+            '--set \'eval=[{ name = "held-out", prompts = { path = "held_out.jsonl" } }]\', or --set eval=[] for none '
+            '(overrides={"eval": [...]} in Python).'
+        )
     table = data
     for depth, part in enumerate(parts[:-1]):
         inner = table.setdefault(part, {})
@@ -365,4 +372,4 @@ def _apply_override(data: dict[str, Any], key: str, value: Any) -> None:
             outer = ".".join(parts[: depth + 1])
             raise ConfigError(f"{override!r} sets a key of {outer}, which is not a table. Set {outer} as a whole.")
         table = inner
-    table[parts[-1]] = value
+    table[parts[-1]] = copy.deepcopy(value)

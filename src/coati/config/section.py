@@ -176,7 +176,7 @@ def _unknown_key(location: Sequence[int | str], owner: type[BaseModel]) -> str:
     elif len(location) == 1:
         remedy = f"The sections are {', '.join(known)}."
     else:
-        remedy = f"[{location[0]}] has {', '.join(known)}; docs/from-trl.md lists TRL's names."
+        remedy = f"[{_dotted(location[:-1])}] has {', '.join(known)}; docs/from-trl.md lists TRL's names."
     return f"Unknown {'section' if len(location) == 1 else 'setting'} {key}. {remedy}"
 
 

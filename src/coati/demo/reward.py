@@ -20,5 +20,5 @@ def sentiment_analyzer() -> Any:
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ModuleNotFoundError as error:
-        raise ConfigError(f"The demo needs {error.name}. Run: pip install 'coati[demo]'") from error
+        raise ConfigError(f"The demo needs {error.name}. Run pip install '.[demo]' in your clone of coati.") from error
     return SentimentIntensityAnalyzer()

@@ -1,4 +1,4 @@
-"""Loads a table of prompts. JSONL is read here, everything else by `datasets`, which `coati[data]` installs."""
+"""Loads a table of prompts. JSONL is read here, everything else by `datasets`, which the extra `data` installs."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def load_prompts(path: str | Path, *, split: str = "train", subset: str = "", co
         return PromptTable(rows=list(rows.values()), column=column, source=path, lines=list(rows))
     if importlib.util.find_spec("datasets") is None:
         raise DataError(
-            f"prompts.path {path!r} needs the datasets package. Run pip install 'coati[data]', or convert the prompts "
-            "to JSONL, which needs no package."
+            f"prompts.path {path!r} needs the datasets package. Run pip install '.[data]' in your clone of "
+            "coati, or convert the prompts to JSONL, which needs no package."
         )
     return PromptTable(rows=_read_dataset(path, split, subset), column=column, source=path)
 

@@ -89,7 +89,9 @@ def needed_package(name: str, extra: str = "rewards") -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"The package {error.name} is not installed. Run pip install 'coati[{extra}]'.") from None
+        raise ConfigError(
+            f"The package {error.name} is not installed. Run pip install '.[{extra}]' in your clone of coati."
+        ) from None
 
 
 def require(name: str, is_met: bool, rule: str) -> None:
@@ -233,7 +235,7 @@ def _imported(name: str, search_paths: Sequence[Path]) -> Callable[..., Any]:
     importlib.invalidate_caches()  # the file may be new
     package = module_name.partition(".")[0]
     spec, loaded = PathFinder.find_spec(package), getattr(sys.modules.get(package), "__file__", None)
-    where = spec.origin if spec is not None and spec.has_location else None
+    where, problem = spec.origin if spec is not None and spec.has_location else None, ""
     try:
         if where is not None and loaded not in (None, where):
             raise ImportError(f"{package!r} is already imported from {loaded}; rename your module")
@@ -243,21 +245,23 @@ def _imported(name: str, search_paths: Sequence[Path]) -> Callable[..., Any]:
                 sys.modules.pop(module_name)  # so that a corrected file is read again
             public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
             own = [key for key, value in public.items() if getattr(value, "__module__", "") == module_name]
-            raise AttributeError(f"it has no function {attribute!r}" + f", but {', '.join(own)}" * bool(own))
+            problem = f"because {where or module_name} has no function {attribute!r}"
+            problem += f". It defines: {', '.join(own)}" * bool(own)
+            raise AttributeError(problem)
     except Exception as error:  # a module may raise anything
         if module_name == "__main__" or attribute == "_lambda_":
             raise ConfigError(
-                f"Function {name!r} was passed by a program and cannot be loaded by name. Continue the run with "
-                "coati.train(resume=..., reward=...), or move the function into a module and set reward.function."
+                f"Function {name!r} was passed by a program and cannot be loaded by name. To continue the run, use "
+                "coati.train(resume=..., reward=...); to replay it, coati.replay.replay(folder, "
+                "parts=coati.build.Parts(reward=...)). Or move the function into a module and set reward.function."
             ) from error
         remedy = "Check the name and reward.search_paths."
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and not f"{module_name}.".startswith(f"{missing}."):
             remedy = f"Install {missing}, which {module_name} imports, or add its folder to reward.search_paths."
-        raise ConfigError(
-            f"Function {name!r} cannot be loaded from {where or ', '.join(paths) or 'the installed packages'}: "
-            f"{type(error).__name__}: {error}. {remedy}"
-        ) from error
+        source = where or ", ".join(paths) or "the installed packages"
+        problem = problem or f"from {source}: {type(error).__name__}: {error}"
+        raise ConfigError(f"Function {name!r} cannot be loaded {problem}. {remedy}") from error
     finally:
         for path in paths:
             sys.path.remove(path)

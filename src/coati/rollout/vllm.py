@@ -360,6 +360,7 @@ def _import_vllm() -> Any:
         import vllm
     except ImportError as error:
         raise ConfigError(
-            f'rollout.engine = "vllm" needs vLLM, which cannot be imported ({error}). Install coati[vllm].'
+            f'rollout.engine = "vllm" needs vLLM, which cannot be imported ({error}). '
+            "Run pip install '.[vllm]' in your clone of coati."
         ) from error
     return vllm

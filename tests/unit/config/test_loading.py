@@ -100,6 +100,32 @@ def test_an_override_of_a_key_in_a_non_table():
     assert "reward.terms, which is not a table" in error_of("reward.terms=[]", "reward.terms.weight=2")
 
 
+EVALUATED = MINIMAL + '[[eval]]\nname = "held-out"\nprompts = { path = "q.jsonl" }\nevery = 3\n'
+
+
+@pytest.mark.parametrize("overrides", [["eval=[]"], {"eval": []}, {"eval": ()}])
+def test_an_override_removes_all_evaluation_sets(tmp_path, overrides):
+    assert len(load_config(write(tmp_path, EVALUATED)).eval) == 1
+    assert load_config(write(tmp_path, EVALUATED), overrides).eval == ()
+
+
+def test_an_override_replaces_the_evaluation_sets(tmp_path):
+    text = 'eval=[{name="a", prompts={path="p.jsonl"}}]'
+    sets = {"eval": [{"name": "a", "prompts": {"path": "p.jsonl"}}]}
+    for overrides in ([text, "rollout.top_k=0"], {**sets, "rollout.top_k": 0}):
+        (one,) = load_config(write(tmp_path, EVALUATED), overrides).eval
+        assert (one.name, one.every, one.reward.function) == ("a", 0, "rewards:praise")
+    assert sets == {"eval": [{"name": "a", "prompts": {"path": "p.jsonl"}}]}, "the caller's dict was changed"
+    assert "eval must be a list of tables, [[eval]], got 5" in error_of("eval=5")
+
+
+@pytest.mark.parametrize("overrides", [["eval.every=5"], {"eval": {"every": 5}}])
+@pytest.mark.parametrize("text", [MINIMAL, EVALUATED])
+def test_an_override_of_a_key_of_evaluation_sets_says_how_to_replace_them(tmp_path, overrides, text):
+    with pytest.raises(ConfigError, match=r"'eval\.every=5' .* list of evaluation sets.* --set 'eval=\[\{ .*eval=\[\]"):
+        load_config(write(tmp_path, text), overrides)
+
+
 def test_config_is_frozen_and_strict():
     config = load_config(None, MINIMAL_OVERRIDES)
     with pytest.raises(ValidationError):
@@ -258,6 +284,13 @@ def test_errors_in_inherited_settings_are_reported_once():
     assert (len(keys), keys[-1]) == (4, "  eval[1].rollout.temperature"), "set in this table only"
 
 
+def test_an_unknown_key_that_sets_inherit_is_reported_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, EVALUATED), ["rollout.foo=3"])
+    (problem,) = str(caught.value).splitlines()[1:]
+    assert problem.startswith("  Unknown setting rollout.foo. [rollout] has do_sample, ")
+
+
 def test_foreign_names_map_to_existing_settings():
     names = [name for name in _FOREIGN_NAMES.values() if " " not in name]
     assert len(names) > 5
@@ -378,6 +411,8 @@ def test_the_error_names_the_file_and_whether_there_were_overrides(tmp_path):
     sound, unsound = write(tmp_path, MINIMAL), write(tmp_path, MINIMAL + "[train]\nepochs = 0\n", "film-2.toml")
     with pytest.raises(ConfigError, match=r"1 setting is wrong in .*film-1\.toml with --set:\n  train.ep"):
         load_config(sound, ["run.name=other", "train.epochs=0"])
+    with pytest.raises(ConfigError, match=r"1 setting is wrong in .*film-1\.toml with overrides:\n  train.ep"):
+        load_config(sound, {"train.epochs": 0})
     with pytest.raises(ConfigError, match=r"1 setting is wrong in .*film-2\.toml:\n  train.epochs"):
         load_config(unsound)
 

@@ -23,5 +23,5 @@ def test_prompt_and_completion_are_scored_as_one_sentence():
 def test_the_error_for_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
     sentiment_analyzer.cache_clear()
-    with pytest.raises(ConfigError, match=r"vaderSentiment.*pip install 'coati\[demo\]'"):
+    with pytest.raises(ConfigError, match=r"vaderSentiment.*pip install '\.\[demo\]'"):
         film_sentiment([" great ."], ["the film was"])

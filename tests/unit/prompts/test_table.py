@@ -87,7 +87,7 @@ def test_the_error_names_the_missing_extra(tmp_path, monkeypatch, name):
     (tmp_path / "a.csv").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"pip install 'coati\[data\]'"):
+    with pytest.raises(DataError, match=r"pip install '\.\[data\]'"):
         load_prompts(name)
 
 

@@ -129,7 +129,7 @@ def test_wrong_options(name, options, message):
 @pytest.mark.parametrize(("name", "extra"), [("math-verify", "rewards"), ("reasoning-gym", "reasoning")])
 def test_the_error_for_a_missing_package_names_the_extra(monkeypatch, name, extra):
     monkeypatch.setitem(sys.modules, name.replace("-", "_"), None)
-    with pytest.raises(ConfigError, match=rf"{name.replace('-', '_')} is not installed.*coati\[{extra}\]"):
+    with pytest.raises(ConfigError, match=rf"{name.replace('-', '_')} is not installed.*'\.\[{extra}\]'"):
         load_reward_function(name)
 
 

@@ -28,7 +28,7 @@ def test_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         options=GenerateOptions(),
         max_new_tokens=1,
     )
-    with pytest.raises(ConfigError, match=r"coati\[vllm\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[vllm\]'"):
         generate(engine, request)
 
 
