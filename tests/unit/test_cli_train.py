@@ -1,13 +1,14 @@
 """`coati train`: signals before and during training, results, and names of reward functions."""
 
 import functools
+import json
 import signal
 
 import pytest
 from rich.console import Console
 
 from coati import entry
-from coati.cli.train import execute
+from coati.cli.train import _show_result, execute
 from coati.config import build_config
 from coati.errors import ConfigError, RunStopped
 from coati.ledger import LedgerRules
@@ -23,6 +24,21 @@ def test_a_result_has_a_one_line_repr():
     account.trainers[0].groups = dict.fromkeys(range(2000), Group("trained"))
     result = entry.RunResult(config=CONFIG, account=account, num_restarts={}, seconds=12.3, was_stopped=False)
     assert repr(result) == "<RunResult in 'runs/run': done, 2,000 samples, 12 s>"
+
+
+def test_the_summary_of_a_run_ends_with_its_held_out_scores(tmp_path, capsys):
+    config = build_config(CONFIG.model_dump(), {"run.output": str(tmp_path)})
+    evaluations = [{"name": "held-out", "version": version, "avg@8": version / 10} for version in (0, 2, 4, 9)]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evaluations))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "version": 0, "reward/mean": 0.382}\n')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/coati.json").write_text('{"version": 9}')
+    account = RunAccount([TrainerAccount(LedgerRules(samples_per_version=2, total_samples=6))], [])
+    result = entry.RunResult(config=config, account=account, num_restarts={}, seconds=12.3, was_stopped=False)
+    _show_result(Console(width=80), result)
+    lines = capsys.readouterr().out.splitlines()
+    assert "held-out avg@8: 0.000 → 0.900 (before → after training)" in lines
+    assert "Mean reward 0.382 → 0.382." in lines, "on a line of its own, so that it does not wrap"
 
 
 class Judge:

@@ -20,7 +20,6 @@ from coati.monitor.report import (
     chart,
     chosen_samples,
     curves,
-    first_and_last,
     headline,
     read_run,
     run_times,
@@ -52,7 +51,7 @@ def write_page(run: RunFolder, path: Path) -> Path:
     """Write a report with charts as a self-contained HTML file: it fetches nothing, and text is escaped."""
     console = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, highlight=False, markup=False)
     show(console, run)
-    charts = "\n".join(chart(title, points) for title, points in curves(run).items())
+    charts = "\n".join(chart(title, points) for title, (points, _) in curves(run).items())
     try:
         path.write_text(console.export_html().replace("</body>", f"{charts}\n</body>"), encoding="utf-8")
     except OSError as error:
@@ -75,9 +74,8 @@ def show(console: Console, run: RunFolder) -> None:
         show_losses(console, account)
     if found := curves(run):
         table = Table("", "over training steps", "first → last", title="Learning", title_justify="left")
-        for title, points in found.items():
-            values = [value for _, value in points]
-            table.add_row(title, sparkline(values), "{:,.4g} → {:,.4g}".format(*first_and_last(values)))
+        for title, (points, ends) in found.items():
+            table.add_row(title, sparkline([value for _, value in points]), ends)
         console.print(table)
     if run.samples:
         table = Table("version", "reward", "prompt and response", title="Samples", title_justify="left")

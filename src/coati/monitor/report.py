@@ -124,15 +124,34 @@ def first_and_last(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values[:ends]), statistics.fmean(values[-ends:])
 
 
-def curves(run: RunFolder) -> dict[str, list[tuple[float, float]]]:
-    """Return the metrics with at least two points by title, as (step, value) points."""
+def held_out_scores(folder: Path) -> list[str]:
+    """Return a line per evaluation set of a run, with its first and its last mean score."""
+    ends: dict[str, list[tuple[int, float]]] = {}  # the first and the last
+    for row in _rows(folder / "evaluations.jsonl"):
+        if score := next((name for name in row if name.startswith("avg@")), ""):
+            ends.setdefault(f"{row['name']} {score}", [])[1:] = [(row["version"], row[score])]
+    names, lines = {0: "before", (read_json(folder / "model/coati.json") or {}).get("version"): "after"}, []
+    for title, points in ends.items():
+        when = " → ".join(names.get(version, f"version {version}") for version, _ in points)
+        values = " → ".join(f"{score:.3f}" for _, score in points)
+        lines.append(f"{title}: {values} ({when}{' training' * (points[-1][0] in names)})")
+    return lines
+
+
+def curves(run: RunFolder) -> dict[str, tuple[list[tuple[float, float]], str]]:
+    """Return the metrics with at least two points, by title: (step, value) points, and the text "first → last"."""
     terms = sorted({name for row in run.metrics for name in row if name.startswith(_TERM)})
-    found = {name for row in run.metrics for name in row if name.startswith("eval/") and "@" in name}
-    shown = [name for name in sorted(found) if not name.endswith(("_low", "_high"))]
+    scores = {name for row in run.metrics for name in row if name.startswith("eval/") and "@" in name}
+    shown = [name for name in sorted(scores) if not name.endswith(("_low", "_high"))]
     titles = {name: name.removeprefix("eval/").replace("/", " ") for name in shown} | dict(_CURVES[:1])
     titles |= {name: f"reward term: {name.removeprefix(_TERM)}" for name in terms} | dict(_CURVES)
-    series = {title: run.series(name) for name, title in titles.items()}
-    return {title: points for title, points in series.items() if len(points) > 1}
+    found = {}
+    for name, title in titles.items():
+        if len(points := run.series(name)) > 1:
+            values = [value for _, value in points]
+            ends = (values[0], values[-1]) if name.startswith("eval/") else first_and_last(values)
+            found[title] = (points, "{:,.4g} → {:,.4g}".format(*ends))
+    return found
 
 
 def sparkline(values: Sequence[float]) -> str:

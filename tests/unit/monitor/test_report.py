@@ -18,6 +18,7 @@ from coati.monitor.report import (
     curves,
     first_and_last,
     headline,
+    held_out_scores,
     read_run,
     run_times,
     sparkline,
@@ -187,10 +188,43 @@ def test_sparklines_are_scaled_and_long_series_are_averaged():
 
 
 def test_metrics_with_two_points_have_a_curve(folder):
-    assert curves(read_run(folder)) == {
+    assert {title: points for title, (points, _) in curves(read_run(folder)).items()} == {
         "mean reward": [(2.0, 0.25), (3.0, 0.75)],
         "reward term: brevity": [(2.0, 5.12e-07), (3.0, 1e-07)],
     }
+
+
+EVALUATIONS = [
+    {"step": step, "version": step, "name": "held-out", "avg@8": 0.1 * (step + 1), "avg@8_low": 0.0, "avg@8_high": 1.0}
+    for step in range(9)
+]
+
+
+def test_evaluations_are_compared_with_the_first_not_with_a_mean(folder):
+    rows = [{"step": row["step"], **{f"eval/held-out/{name}": row[name] for name in row}} for row in EVALUATIONS]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = curves(read_run(folder))
+    assert next(iter(found)) == "held-out avg@8"
+    assert found["held-out avg@8"][1] == "0.1 → 0.9", "means of a quarter are 0.15 and 0.85"
+    assert "held-out avg@8_low" not in found
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "final_version", "line"),
+    [
+        (EVALUATIONS, 8, "held-out avg@8: 0.100 → 0.900 (before → after training)"),
+        (EVALUATIONS[:5], 8, "held-out avg@8: 0.100 → 0.500 (before → version 4)"),
+        (EVALUATIONS[2:], 8, "held-out avg@8: 0.300 → 0.900 (version 2 → after training)"),
+        (EVALUATIONS[-1:], 8, "held-out avg@8: 0.900 (after training)"),
+        (EVALUATIONS[:1], None, "held-out avg@8: 0.100 (before training)"),
+    ],
+)
+def test_held_out_scores_say_which_versions_they_compare(tmp_path, evaluations, final_version, line):
+    unscored = {"step": 0, "version": 0, "name": "unscored"}
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [unscored, *evaluations]))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/coati.json").write_text(json.dumps({"version": final_version}))
+    assert held_out_scores(tmp_path) == [line]
 
 
 def test_a_chart_fills_its_frame_labels_its_ends_and_has_few_points():
