@@ -85,7 +85,7 @@ def show(console: Console, run: RunFolder) -> None:
         console.print(table)
     if times is not None:
         console.print(time_table(times))
-        console.print(times.verdict())
+        console.print(times.verdict(is_sync=run.is_sync))
     elif run.metrics:
         console.print("No table of times: the run wrote no spans (logging.spans_kept).")
 

@@ -154,12 +154,31 @@ def test_an_actor_is_absent_before_its_first_and_after_its_last_span():
     assert [shares["absent"] for shares in times.actors.values()] == pytest.approx([0.0, 0.9, 0.9, 0.8, 0.0])
     assert [shares["other"] for shares in times.actors.values()] == pytest.approx([0.0, 0.0, 0.01, 0.0, 0.0])
     assert times.verdict().startswith("maker-0 worked 100%")
-    assert "were absent (65%)" in times.verdict()  # 2.6 of 4
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(time_table(times))
     text = console.export_text()
     assert re.search(r"absent\W+0%\W+90%\W+90%\W+80%\W+0%", text)
     assert re.search(r"other\W+0%\W+0%\W+1%\W+0%\W+0%", text)
+
+
+def test_makers_that_have_left_or_joined_late_do_not_count_while_they_are_absent():
+    # Trainers wait for data half of the time. maker-1 leaves after 10 of 100 s, of which it waits for room for 1 s.
+    spans = {
+        "maker-0": [work("generate", 0, 95), work("wait_room", 95, 100)],
+        "maker-1": [work("generate", 0, 9), work("wait_room", 9, 10)],
+        "maker-2": [work("generate", 80, 100)],
+        "trainer-0": [work("wait_data", 0, 50), work("train", 50, 100)],
+    }
+    assert "Generation is the bottleneck: trainers waited for data (50%)" in run_times(spans).verdict()
+    spans["maker-1"] = [work("generate", 0, 4), work("wait_room", 4, 90)]
+    assert "makers waited for room in the buffer (43%)" in run_times(spans).verdict()  # 5 + 86 of 100 + 90 + 20 s
+
+
+def test_turns_are_no_finding_about_a_synchronous_run(folder, capsys):
+    assert not read_run(folder).is_sync
+    (folder / ".coati-run").write_text('{"is_sync": true}')
+    report(folder)
+    assert "took turns, as always with --sync:" in " ".join(capsys.readouterr().out.split())
 
 
 def test_actors_are_in_natural_order_and_many_are_averaged_by_kind():
