@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from coati import entry
+from coati.cli.audit import show_losses
 from coati.cli.train import _show_result, execute
 from coati.config import build_config
 from coati.errors import ConfigError, RunStopped
@@ -39,6 +40,22 @@ def test_the_summary_of_a_run_ends_with_its_held_out_scores(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "held-out avg@8: 0.000 → 0.900 (before → after training)" in lines
     assert "Mean reward 0.382 → 0.382." in lines, "on a line of its own, so that it does not wrap"
+
+
+def test_the_summary_warns_of_the_bias_by_quarantined_groups(capsys):
+    account = RunAccount([TrainerAccount(LedgerRules(samples_per_version=8, total_samples=456, group_size=8))], [])
+    failed = {number: Group("quarantined", reason=f"{ValueError if number < 5 else KeyError}") for number in range(25)}
+    account.trainers[0].groups = failed | {number: Group("trained") for number in range(25, 57)}
+    show_losses(Console(width=80), account)
+    lines = capsys.readouterr().out.splitlines()
+    warning = (
+        "25 of 57 groups (43.9%) were quarantined because the reward failed; training is biased towards the others."
+    )
+    assert lines[0] == warning
+    assert lines[1].startswith("Quarantined: 20 groups of 8 samples: <class 'KeyError'>")
+    account.trainers[0].groups = {0: Group("trained")}
+    show_losses(Console(width=80), account)
+    assert not capsys.readouterr().out
 
 
 class Judge:
