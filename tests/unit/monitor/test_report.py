@@ -293,12 +293,23 @@ def test_the_command_prints_figures_curves_samples_and_times(folder, capsys, mon
         assert part in printed
     assert "\x1b" not in printed  # samples cannot control the terminal
     page = (folder / "report.html").read_text()
-    for part in ("▁█", "the &lt;b&gt;film&lt;/b&gt;", " number 0 [31m&amp; more", "wait for data", "40%"):
+    for part in (
+        "mean reward: 0.25 → 0.75",
+        "the &lt;b&gt;film&lt;/b&gt;",
+        " number 0 [31m&amp; more",
+        "wait for data",
+        "40%",
+    ):
         assert part in page
     assert "<b>film</b>" not in page
     assert page.count("<polyline") == 2
     assert "<script" not in page
     assert "http" not in page
+    assert "▁" not in page, "charts show the same"
+    assert f"<title>{folder.name} - coati report</title>" in page
+    parts = ("maker-0 worked 80%", "<polyline", "prompt and response", "Where the time went")
+    assert sorted(parts, key=page.index) == list(parts)
+    assert max(map(len, re.sub("<[^>]*>", "", page[page.index("</svg>") :]).splitlines())) <= 120, "about 940 pixels"
 
 
 def test_a_run_without_spans_or_samples_has_a_report(folder, tmp_path, capsys):
