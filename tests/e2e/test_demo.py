@@ -49,8 +49,10 @@ def test_it_learns_over_three_seeds(demo, tmp_path):
 def test_the_demo_learns_and_leaves_what_it_promises(demo):
     output, text = demo
     summary_of(output)
-    for promised in ("before", "after", "difference", "Reward curve:", "report.html", "Try next", "version"):
+    for promised in ("untrained model", "trained model", "Reward curve:", "report.html", "Try next", "version"):
         assert promised in text
+    for noise in ("pass@", "difference", "unscored"):
+        assert noise not in text
     assert "mean reward" in (output / "report.html").read_text()
     saved = load_config(output / "config.toml")
     assert Path(saved.model.path).is_absolute()  # a copy of the file works anywhere

@@ -1,14 +1,16 @@
 """`coati train`: signals before and during training, results, and names of reward functions."""
 
 import functools
+import json
 import signal
 
 import pytest
 from rich.console import Console
 
 from coati import entry
+from coati.cli.audit import show_losses
 from coati.cli.main import main
-from coati.cli.train import execute
+from coati.cli.train import _show_result, execute
 from coati.config import build_config, dump_config
 from coati.errors import ConfigError, RunStopped
 from coati.ledger import LedgerRules
@@ -60,6 +62,37 @@ def test_settings_and_a_run_to_resume_exclude_each_other(tmp_path, monkeypatch, 
         entry.choose_settings("long.toml", resume=tmp_path)
     with pytest.raises(ConfigError, match="Got neither"):
         entry.choose_settings(None)
+
+
+def test_the_summary_of_a_run_ends_with_its_held_out_scores(tmp_path, capsys):
+    config = build_config(CONFIG.model_dump(), {"run.output": str(tmp_path)})
+    evaluations = [{"name": "held-out", "version": version, "avg@8": version / 10} for version in (0, 2, 4, 9)]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evaluations))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "version": 0, "reward/mean": 0.382}\n')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/coati.json").write_text('{"version": 9}')
+    account = RunAccount([TrainerAccount(LedgerRules(samples_per_version=2, total_samples=6))], [])
+    result = entry.RunResult(config=config, account=account, num_restarts={}, seconds=12.3, was_stopped=False)
+    _show_result(Console(width=80), result)
+    lines = capsys.readouterr().out.splitlines()
+    assert "held-out avg@8: 0.000 → 0.900 (before → after training)" in lines
+    assert "Mean reward 0.382 → 0.382." in lines, "on a line of its own, so that it does not wrap"
+
+
+def test_the_summary_warns_of_the_bias_by_quarantined_groups(capsys):
+    account = RunAccount([TrainerAccount(LedgerRules(samples_per_version=8, total_samples=456, group_size=8))], [])
+    failed = {number: Group("quarantined", reason=f"{ValueError if number < 5 else KeyError}") for number in range(25)}
+    account.trainers[0].groups = failed | {number: Group("trained") for number in range(25, 57)}
+    show_losses(Console(width=80), account)
+    lines = capsys.readouterr().out.splitlines()
+    warning = (
+        "25 of 57 groups (43.9%) were quarantined because the reward failed; training is biased towards the others."
+    )
+    assert lines[0] == warning
+    assert lines[1].startswith("Quarantined: 20 groups of 8 samples: <class 'KeyError'>")
+    account.trainers[0].groups = {0: Group("trained")}
+    show_losses(Console(width=80), account)
+    assert not capsys.readouterr().out
 
 
 class Judge:

@@ -62,7 +62,12 @@ def audit(
 
 def show_losses(console: Console, account: "RunAccount") -> None:
     """Print the groups that were not trained on, and those that were returned or refused, with the reasons."""
-    for fate, reason, groups, samples in (*account.table(), *account.repeated()):
+    *fates, (_, _, total, _) = account.table()
+    if failed := sum(groups for fate, _, groups, _ in fates if fate == "quarantined"):
+        share = f"{failed:,} of {counted(total, 'group')} ({failed / total:.1%})"
+        effect = f"{share} were quarantined because the reward failed; training is biased towards the others."
+        console.print(effect, style="bold red", markup=False, soft_wrap=True)
+    for fate, reason, groups, samples in (*fates, *account.repeated()):
         if fate in ("dropped", "quarantined", "returned", "refused"):
             size = f"{counted(groups, 'group')} of {counted(samples // groups, 'sample')}"
             style = "yellow" if fate in ("dropped", "quarantined") else None

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from html import escape
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,6 @@ from coati.monitor.report import (
     chart,
     chosen_samples,
     curves,
-    first_and_last,
     headline,
     read_run,
     run_times,
@@ -29,7 +29,11 @@ from coati.monitor.report import (
 from coati.monitor.timeline import ACTIVITIES, is_idle, label_of
 
 _MAX_CHARACTERS = 400
-_PAGE_WIDTH = 160
+_PAGE_WIDTH = 120
+_HEAD = """<!DOCTYPE html>
+<meta charset="utf-8"><title>{title}</title>
+<style>pre {{ font: 13px/1.25 Menlo, monospace; white-space: pre-wrap; overflow-wrap: anywhere }}</style>
+"""
 _SHOWN_SHARE = 0.005  # smallest share shown of an activity, in at least one actor
 
 
@@ -43,7 +47,13 @@ def report(
 ) -> None:
     """Show what a run learned, a few samples and where its time went. Also writes an HTML page."""
     console, run = Console(highlight=False, markup=False), read_run(folder)
-    show(console, run)
+    show_outcome(console, run)
+    if found := curves(run):
+        table = Table("", "over training steps", "first → last", title="Learning", title_justify="left")
+        for title, (points, ends) in found.items():
+            table.add_row(title, sparkline([value for _, value in points]), ends)
+        console.print(table)
+    show_details(console, run)
     page = write_page(run, html or folder / "report.html")
     console.print(f"Page: {page}", soft_wrap=True)
 
@@ -51,17 +61,21 @@ def report(
 def write_page(run: RunFolder, path: Path) -> Path:
     """Write a report with charts as a self-contained HTML file: it fetches nothing, and text is escaped."""
     console = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, highlight=False, markup=False)
-    show(console, run)
-    charts = "\n".join(chart(title, points) for title, points in curves(run).items())
+    sections = []
+    for show in (show_outcome, show_details):
+        show(console, run)
+        sections.append(f"<pre>{console.export_html(code_format='{code}', inline_styles=True)}</pre>")
+    charts = (chart(f"{title}: {ends}", points) for title, (points, ends) in curves(run).items())
+    page = [_HEAD.format(title=escape(f"{run.path.resolve().name} - coati report")), sections[0], *charts, sections[1]]
     try:
-        path.write_text(console.export_html().replace("</body>", f"{charts}\n</body>"), encoding="utf-8")
+        path.write_text("\n".join(page), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error}. Choose another file.") from None
     return path
 
 
-def show(console: Console, run: RunFolder) -> None:
-    """Print the headline, the curves of the metrics, samples and where the time went."""
+def show_outcome(console: Console, run: RunFolder) -> None:
+    """Print the key figures and what limited the run."""
     times = run_times(run.spans)
     console.print(run.path.resolve().name, style="bold")
     if run.error:
@@ -73,23 +87,22 @@ def show(console: Console, run: RunFolder) -> None:
         rate = f" ({account.num_made / times.elapsed:,.1f}/s)" if times is not None and times.elapsed > 0 else ""
         console.print(f"  samples: {account.num_made:,} made{rate}, {account.num_trained:,} trained on")
         show_losses(console, account)
-    if found := curves(run):
-        table = Table("", "over training steps", "first → last", title="Learning", title_justify="left")
-        for title, points in found.items():
-            values = [value for _, value in points]
-            table.add_row(title, sparkline(values), "{:,.4g} → {:,.4g}".format(*first_and_last(values)))
-        console.print(table)
+    if times is not None:
+        console.print(times.verdict(is_sync=run.is_sync), style="bold")
+    elif run.metrics:
+        console.print("No table of times: the run wrote no spans (logging.spans_kept).")
+
+
+def show_details(console: Console, run: RunFolder) -> None:
+    """Print samples and where the time went."""
     if run.samples:
         table = Table("version", "reward", "prompt and response", title="Samples", title_justify="left")
         for sample in chosen_samples(run.samples):
             text = Text.assemble((_short(sample["prompt"]), "dim"), " ", _short(sample["response"]))
             table.add_row(str(sample["version"]), f"{sample['reward']:.3f}", text)
         console.print(table)
-    if times is not None:
+    if (times := run_times(run.spans)) is not None:
         console.print(time_table(times))
-        console.print(times.verdict())
-    elif run.metrics:
-        console.print("No table of times: the run wrote no spans (logging.spans_kept).")
 
 
 def _short(text: str) -> str:

@@ -19,7 +19,7 @@ from coati.counting import counted
 from coati.entry import RunResult
 from coati.errors import ConfigError, RunStopped
 from coati.monitor.live import LiveView
-from coati.monitor.report import first_and_last
+from coati.monitor.report import first_and_last, held_out_scores
 from coati.monitor.run_log import RunSnapshot
 from coati.run_folder import check_run_folder
 
@@ -100,8 +100,11 @@ def _show_result(console: Console, result: RunResult) -> None:
     console.print(
         f"{'Stopped' if result.was_stopped else 'Done'} after {result.seconds:.0f} s. "
         f"{counted(account.num_made, 'sample')} made, {account.num_trained:,} trained on."
-        + (" Mean reward {:.3f} → {:.3f}.".format(*first_and_last(rewards)) if rewards else "")
     )
+    if rewards:
+        console.print("Mean reward {:.3f} → {:.3f}.".format(*first_and_last(rewards)))
+    for line in held_out_scores(folder):
+        console.print(line, markup=False, soft_wrap=True)
     if result.stop_reason:
         console.print(f"[yellow]Stopped early[/]: {result.stop_reason}.")
     if sum(result.num_restarts.values()):

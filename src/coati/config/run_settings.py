@@ -208,9 +208,10 @@ class RunSettings(Section):
         if len(set(names)) < len(names):
             yield "eval", "sets with different names", names, "Give each its own name."
         for index, one in enumerate(self.eval):
-            if one.rollout.engine != self.rollout.engine:
-                remedy = "Makers have only one engine. Remove the setting."
-                yield f"eval[{index}].rollout.engine", "the same as in [rollout]", one.rollout.engine, remedy
+            for key in ("engine", "batch_invariant"):
+                if (value := getattr(one.rollout, key)) != getattr(self.rollout, key):
+                    remedy = "Makers have only one engine. Remove the setting."
+                    yield f"eval[{index}].rollout.{key}", "the same as in [rollout]", value, remedy
             options, of_run = (GenerateOptions.parse(**some.generate_options) for some in (one.rollout, self.rollout))
             # The native engine falls back to the reference engine if it does not support an option of the run.
             engine = "reference" if self.rollout.engine == "native" and of_run.extra else self.rollout.engine

@@ -24,7 +24,7 @@ class LiveView:
         self._console = console
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._last_line = 0.0
-        self._last_message = ""
+        self._last_shown = ("", 0)  # message and step
         self._unprinted: RunSnapshot | None = None
 
     def __enter__(self) -> Self:
@@ -46,11 +46,14 @@ class LiveView:
             bar = ProgressBar(total=snapshot.total_steps or None, completed=snapshot.step)
             self._live.update(Group(Text(plain_line(snapshot)), bar), refresh=True)
             return
-        self._unprinted, now = snapshot, time.monotonic()
-        is_due = snapshot.message != self._last_message or now - self._last_line >= _PLAIN_EVERY_SECONDS
+        shown, now = (snapshot.message, snapshot.step), time.monotonic()
+        if snapshot.message and shown == self._last_shown:
+            return
+        self._unprinted = snapshot
+        is_due = snapshot.message != self._last_shown[0] or now - self._last_line >= _PLAIN_EVERY_SECONDS
         # The line of the last step waits for the weight update after it.
         if is_due and (snapshot.step != snapshot.total_steps or snapshot.message):
-            self._last_line, self._last_message, self._unprinted = now, snapshot.message, None
+            self._last_line, self._last_shown, self._unprinted = now, shown, None
             self._print(snapshot)
 
     def _print(self, snapshot: RunSnapshot) -> None:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from coati.config.plan import read_json
 from coati.counting import format_seconds
 from coati.errors import ConfigError, DataError
 from coati.monitor.metrics import read_jsonl
 from coati.monitor.timeline import ACTIVITIES, Span, is_idle
+from coati.run_folder import MARKER
 
 _METRICS: Final = "metrics.jsonl"
 _SPANS: Final = "spans.jsonl"
@@ -52,7 +54,6 @@ _MAKER_WAITS: Final = {
     "wait_rewards": "waited for reward functions",
     "wait_weights": "waited for weights",
     "wait_room": "waited for room in the buffer",
-    "absent": "had finished or were absent",
 }
 _NOTABLE_SHARE: Final = 0.15
 _PAUSE_SECONDS: Final = 5.0  # without a span of any actor: the run had ended and was resumed
@@ -68,6 +69,7 @@ class RunFolder:
     samples: list[dict[str, Any]]
     spans: dict[str, list[Span]]  # by actor
     error: str = ""  # the error that ended the run
+    is_sync: bool = False
 
     def series(self, metric: str) -> list[tuple[float, float]]:
         """Return the finite values of a metric as (step, value) points."""
@@ -90,7 +92,8 @@ def read_run(path: Path) -> RunFolder:
             spans.setdefault(row.pop("actor"), []).append(Span(**row))
     except (KeyError, TypeError) as error:
         raise DataError(f"{path / _SPANS} cannot be read: {error}. Restore the file.") from None
-    run = RunFolder(path=path, metrics=metrics, samples=samples, spans=spans, error=cause)
+    is_sync = bool((read_json(path / MARKER) or {}).get("is_sync"))
+    run = RunFolder(path=path, metrics=metrics, samples=samples, spans=spans, error=cause, is_sync=is_sync)
     if not run.metrics and not run.spans and not cause:
         raise ConfigError(f"the run in {str(path)!r} has written nothing yet. Try again after its first step.")
     return run
@@ -124,15 +127,34 @@ def first_and_last(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values[:ends]), statistics.fmean(values[-ends:])
 
 
-def curves(run: RunFolder) -> dict[str, list[tuple[float, float]]]:
-    """Return the metrics with at least two points by title, as (step, value) points."""
+def held_out_scores(folder: Path) -> list[str]:
+    """Return a line per evaluation set of a run, with its first and its last mean score."""
+    ends: dict[str, list[tuple[int, float]]] = {}  # the first and the last
+    for row in _rows(folder / "evaluations.jsonl"):
+        if score := next((name for name in row if name.startswith("avg@")), ""):
+            ends.setdefault(f"{row['name']} {score}", [])[1:] = [(row["version"], row[score])]
+    names, lines = {0: "before", (read_json(folder / "model/coati.json") or {}).get("version"): "after"}, []
+    for title, points in ends.items():
+        when = " → ".join(names.get(version, f"version {version}") for version, _ in points)
+        values = " → ".join(f"{score:.3f}" for _, score in points)
+        lines.append(f"{title}: {values} ({when}{' training' * (points[-1][0] in names)})")
+    return lines
+
+
+def curves(run: RunFolder) -> dict[str, tuple[list[tuple[float, float]], str]]:
+    """Return the metrics with at least two points, by title: (step, value) points, and the text "first → last"."""
     terms = sorted({name for row in run.metrics for name in row if name.startswith(_TERM)})
-    found = {name for row in run.metrics for name in row if name.startswith("eval/") and "@" in name}
-    shown = [name for name in sorted(found) if not name.endswith(("_low", "_high"))]
+    scores = {name for row in run.metrics for name in row if name.startswith("eval/") and "@" in name}
+    shown = [name for name in sorted(scores) if not name.endswith(("_low", "_high"))]
     titles = {name: name.removeprefix("eval/").replace("/", " ") for name in shown} | dict(_CURVES[:1])
     titles |= {name: f"reward term: {name.removeprefix(_TERM)}" for name in terms} | dict(_CURVES)
-    series = {title: run.series(name) for name, title in titles.items()}
-    return {title: points for title, points in series.items() if len(points) > 1}
+    found = {}
+    for name, title in titles.items():
+        if len(points := run.series(name)) > 1:
+            values = [value for _, value in points]
+            ends = (values[0], values[-1]) if name.startswith("eval/") else first_and_last(values)
+            found[title] = (points, "{:,.4g} → {:,.4g}".format(*ends))
+    return found
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -194,7 +216,7 @@ class RunTimes:
             for kind, members in kinds.items()
         }
 
-    def verdict(self) -> str:
+    def verdict(self, *, is_sync: bool = False) -> str:
         """Return a sentence or two on what limits the run; docs/fast.md says what helps."""
         trainers = [shares for shares in self.actors.values() if "train" in shares]
         makers = [shares for shares in self.actors.values() if "generate" in shares]
@@ -203,7 +225,10 @@ class RunTimes:
         if not trainers or not makers:
             return busiest
         data = _mean(trainers, "wait_data")
-        waits = {what: _mean(makers, cause) for cause, what in _MAKER_WAITS.items()}
+        # A maker that has left, or joined late, does not count while it is absent.
+        present = max(1e-9, sum(1.0 - shares["absent"] for shares in makers))
+        waits = {what: _mean(makers, cause) * len(makers) / present for cause, what in _MAKER_WAITS.items()}
+        waits["had finished or were absent"] = min(shares["absent"] for shares in makers)
         longest = max(waits, key=waits.__getitem__)
         maker_waits = f"makers {longest} ({waits[longest]:.0%})"
         if max(data, waits[longest]) < _NOTABLE_SHARE:
@@ -213,7 +238,8 @@ class RunTimes:
         elif waits[longest] < _NOTABLE_SHARE:
             limit = f"Generation is the bottleneck: trainers waited for data ({data:.0%})."
         else:
-            limit = f"Makers and trainers took turns: trainers waited for data ({data:.0%}), and {maker_waits}."
+            turns = "took turns, as always with --sync" if is_sync else "took turns"
+            limit = f"Makers and trainers {turns}: trainers waited for data ({data:.0%}), and {maker_waits}."
         return f"{busiest} {limit}"
 
 

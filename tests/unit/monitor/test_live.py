@@ -4,6 +4,7 @@ import io
 
 from rich.console import Console
 
+import coati.monitor.live
 from coati.monitor import RunSnapshot
 from coati.monitor.live import LiveView
 
@@ -27,6 +28,18 @@ def test_activity_after_the_last_step_is_shown():
     assert len(lines) == 1
     assert "version 2" in lines[0]
     assert "saving" in lines[0]
+
+
+def test_a_message_is_printed_again_only_when_it_or_the_step_changes(monkeypatch):
+    monkeypatch.setattr(coati.monitor.live, "_PLAIN_EVERY_SECONDS", 0.0)
+    loading, stopping = {"message": "loading models"}, {"step": 1, "message": "stopping"}
+    lines = shown(
+        loading, loading, {"message": "starting"}, loading, loading, {"step": 1}, {"step": 1}, stopping, stopping
+    )
+    assert [line.partition(",")[0] for line in lines] == [
+        *("loading models", "starting", "loading models"),
+        *["step 1/2 (50%)"] * 3,
+    ]
 
 
 def test_a_terminal_shows_the_numbers():

@@ -18,6 +18,7 @@ from coati.monitor.report import (
     curves,
     first_and_last,
     headline,
+    held_out_scores,
     read_run,
     run_times,
     sparkline,
@@ -153,12 +154,31 @@ def test_an_actor_is_absent_before_its_first_and_after_its_last_span():
     assert [shares["absent"] for shares in times.actors.values()] == pytest.approx([0.0, 0.9, 0.9, 0.8, 0.0])
     assert [shares["other"] for shares in times.actors.values()] == pytest.approx([0.0, 0.0, 0.01, 0.0, 0.0])
     assert times.verdict().startswith("maker-0 worked 100%")
-    assert "were absent (65%)" in times.verdict()  # 2.6 of 4
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(time_table(times))
     text = console.export_text()
     assert re.search(r"absent\W+0%\W+90%\W+90%\W+80%\W+0%", text)
     assert re.search(r"other\W+0%\W+0%\W+1%\W+0%\W+0%", text)
+
+
+def test_makers_that_have_left_or_joined_late_do_not_count_while_they_are_absent():
+    # Trainers wait for data half of the time. maker-1 leaves after 10 of 100 s, of which it waits for room for 1 s.
+    spans = {
+        "maker-0": [work("generate", 0, 95), work("wait_room", 95, 100)],
+        "maker-1": [work("generate", 0, 9), work("wait_room", 9, 10)],
+        "maker-2": [work("generate", 80, 100)],
+        "trainer-0": [work("wait_data", 0, 50), work("train", 50, 100)],
+    }
+    assert "Generation is the bottleneck: trainers waited for data (50%)" in run_times(spans).verdict()
+    spans["maker-1"] = [work("generate", 0, 4), work("wait_room", 4, 90)]
+    assert "makers waited for room in the buffer (43%)" in run_times(spans).verdict()  # 5 + 86 of 100 + 90 + 20 s
+
+
+def test_turns_are_no_finding_about_a_synchronous_run(folder, capsys):
+    assert not read_run(folder).is_sync
+    (folder / ".coati-run").write_text('{"is_sync": true}')
+    report(folder)
+    assert "took turns, as always with --sync:" in " ".join(capsys.readouterr().out.split())
 
 
 def test_actors_are_in_natural_order_and_many_are_averaged_by_kind():
@@ -187,10 +207,43 @@ def test_sparklines_are_scaled_and_long_series_are_averaged():
 
 
 def test_metrics_with_two_points_have_a_curve(folder):
-    assert curves(read_run(folder)) == {
+    assert {title: points for title, (points, _) in curves(read_run(folder)).items()} == {
         "mean reward": [(2.0, 0.25), (3.0, 0.75)],
         "reward term: brevity": [(2.0, 5.12e-07), (3.0, 1e-07)],
     }
+
+
+EVALUATIONS = [
+    {"step": step, "version": step, "name": "held-out", "avg@8": 0.1 * (step + 1), "avg@8_low": 0.0, "avg@8_high": 1.0}
+    for step in range(9)
+]
+
+
+def test_evaluations_are_compared_with_the_first_not_with_a_mean(folder):
+    rows = [{"step": row["step"], **{f"eval/held-out/{name}": row[name] for name in row}} for row in EVALUATIONS]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = curves(read_run(folder))
+    assert next(iter(found)) == "held-out avg@8"
+    assert found["held-out avg@8"][1] == "0.1 → 0.9", "means of a quarter are 0.15 and 0.85"
+    assert "held-out avg@8_low" not in found
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "final_version", "line"),
+    [
+        (EVALUATIONS, 8, "held-out avg@8: 0.100 → 0.900 (before → after training)"),
+        (EVALUATIONS[:5], 8, "held-out avg@8: 0.100 → 0.500 (before → version 4)"),
+        (EVALUATIONS[2:], 8, "held-out avg@8: 0.300 → 0.900 (version 2 → after training)"),
+        (EVALUATIONS[-1:], 8, "held-out avg@8: 0.900 (after training)"),
+        (EVALUATIONS[:1], None, "held-out avg@8: 0.100 (before training)"),
+    ],
+)
+def test_held_out_scores_say_which_versions_they_compare(tmp_path, evaluations, final_version, line):
+    unscored = {"step": 0, "version": 0, "name": "unscored"}
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [unscored, *evaluations]))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/coati.json").write_text(json.dumps({"version": final_version}))
+    assert held_out_scores(tmp_path) == [line]
 
 
 def test_a_chart_fills_its_frame_labels_its_ends_and_has_few_points():
@@ -240,12 +293,23 @@ def test_the_command_prints_figures_curves_samples_and_times(folder, capsys, mon
         assert part in printed
     assert "\x1b" not in printed  # samples cannot control the terminal
     page = (folder / "report.html").read_text()
-    for part in ("▁█", "the &lt;b&gt;film&lt;/b&gt;", " number 0 [31m&amp; more", "wait for data", "40%"):
+    for part in (
+        "mean reward: 0.25 → 0.75",
+        "the &lt;b&gt;film&lt;/b&gt;",
+        " number 0 [31m&amp; more",
+        "wait for data",
+        "40%",
+    ):
         assert part in page
     assert "<b>film</b>" not in page
     assert page.count("<polyline") == 2
     assert "<script" not in page
     assert "http" not in page
+    assert "▁" not in page, "charts show the same"
+    assert f"<title>{folder.name} - coati report</title>" in page
+    parts = ("maker-0 worked 80%", "<polyline", "prompt and response", "Where the time went")
+    assert sorted(parts, key=page.index) == list(parts)
+    assert max(map(len, re.sub("<[^>]*>", "", page[page.index("</svg>") :]).splitlines())) <= 120, "about 940 pixels"
 
 
 def test_a_run_without_spans_or_samples_has_a_report(folder, tmp_path, capsys):
