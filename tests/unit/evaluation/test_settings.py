@@ -89,6 +89,14 @@ def test_options_that_the_engine_lacks_are_rejected_before_the_run():
         build_config({**RUN, "rollout": RUN["rollout"] | rollout, "eval": [one]})
 
 
+def test_batch_invariance_is_the_runs():
+    held_out = {"name": "a", "prompts": {"path": "t"}, "rollout": {"batch_invariant": True}}
+    with pytest.raises(ConfigError, match=r"eval\[0\]\.rollout\.batch_invariant must be the same as in \[rollout\]"):
+        build_config({**RUN, "eval": [held_out]})
+    run = build_config({**RUN, "rollout": {**RUN.get("rollout", {}), "batch_invariant": True}, "eval": [held_out]})
+    assert run.eval[0].rollout.batch_invariant
+
+
 def test_an_engine_other_than_the_runs_is_rejected_with_the_right_remedy():
     slow, other = {"generate": {"max_time": 5.0}}, {"engine": "reference"}
     sets = [{"name": name, "prompts": {"path": "t"}, "rollout": own} for name, own in (("a", slow), ("b", other))]
