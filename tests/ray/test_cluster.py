@@ -138,7 +138,7 @@ def test_actors_of_a_node_that_dies_move_to_another_and_the_account_closes(three
             seen = list(_until(driver.stdout, lambda line: re.match(r"step [1-9]", line)))
             assert re.match(r"step [1-9]", seen[-1]), "".join(seen)
             kill_one()
-            seen = list(_until(driver.stdout, lambda line: "started again in" in line))
+            seen = list(_until(driver.stdout, lambda line: "restarting it in" in line))
             seen += _until(driver.stdout, lambda line: line.startswith("step"))
             assert seen[-1].startswith("step"), "".join(seen)
             driver.send_signal(signal.SIGINT)
