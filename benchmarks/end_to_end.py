@@ -12,7 +12,8 @@ nothing is written beside it, so it is quicker.
 
     coati-grpo    detached: a maker and a trainer, data at most one version old; KL against the reference in the loss
     coati-ppo     the same with a critic, which TRL's GRPO does not have; on a GPU the score comes from a reward model
-    coati-ahead   coati-ppo with data at most `--lead` versions old, and as many batches written at a time
+    coati-lead2   coati-ppo with data at most 2 versions old, and 2 batches generated at a time
+    coati-lead3   coati-ppo with data at most 3 versions old, and 3 batches generated at a time
     coati-vllm    coati-ppo whose maker generates with vLLM (vLLM must be installed; GPU only)
     trl-vllm      TRL's GRPOTrainer with vLLM in its process, log-probs returned (TRL and vLLM must be; GPU only)
     trl-grpo      TRL's GRPOTrainer with transformers' generate and the same KL term (TRL must be installed)
@@ -42,7 +43,8 @@ from checked import below_one, check_device, one_or_more, zero_or_more
 from rollout_vllm import TURN, cache_bytes, vllm_environment, wait_for_turn
 
 ONLY_ON = {"trl-tuned": "cpu", "coati-vllm": "cuda", "trl-vllm": "cuda"}
-COMPETITORS = ("coati-grpo", "coati-ppo", "coati-ahead", "trl-grpo", *ONLY_ON)
+LEADS = {"coati-lead2": 2, "coati-lead3": 3}
+COMPETITORS = ("coati-grpo", "coati-ppo", *LEADS, "trl-grpo", *ONLY_ON)
 SHAPES = ["demo", "0.5b", "1.5b", "7b", "tiny"]
 FIRST_END = 2  # 0 is padding, 1 the tokenizer's end
 SAMPLES_PER_PROMPT = 8
@@ -76,7 +78,6 @@ def main() -> None:
     parser.add_argument(
         "--makers", type=one_or_more, help="of coati; default: 1, on a CPU 2, so that all cores are busy"
     )
-    parser.add_argument("--lead", type=one_or_more, default=2, help="of coati-ahead")
     parser.add_argument("--trainer-share", type=below_one, default=0.5, help="of a GPU, for coati's trainer")
     parser.add_argument(
         "--mixed-precision",
@@ -167,7 +168,7 @@ def measured(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str
     """One run of one competitor, in a process of its own."""
     command = [sys.executable, __file__, "--only", name, "--folder", str(folder), "--device", arguments.device]
     passed_on = ("batch", "threads", "trainer_share", "mixed_precision", "shape", "prompt_tokens", "new_tokens")
-    options = {option: getattr(arguments, option) for option in (*passed_on, "lora_rank", "places", "lead", "makers")}
+    options = {option: getattr(arguments, option) for option in (*passed_on, "lora_rank", "places", "makers")}
     if arguments.trl_micro_batch:
         options["trl_micro_batch"] = arguments.trl_micro_batch
     is_trl = name.startswith("trl")
@@ -341,7 +342,7 @@ def turn_taking_learner(warmup: int) -> type:
 
 def coati_settings(arguments: argparse.Namespace, output: Path) -> str:
     is_gpu, is_large, is_ppo = arguments.device == "cuda", arguments.shape != "demo", arguments.only != "coati-grpo"
-    lead = arguments.lead if arguments.only == "coati-ahead" else 1
+    lead = LEADS.get(arguments.only, 1)
     places = max(arguments.places, lead)
     engine = ""
     if arguments.only == "coati-vllm":

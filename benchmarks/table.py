@@ -74,7 +74,8 @@ TRAININGS = {
             "coati-vllm": "--steps 14 --warmup 5",
             "coati-ppo": "--steps 18 --warmup 6",
             "trl-vllm": "--steps 10 --warmup 4",
-            "coati-ahead": "--steps 18 --warmup 6",
+            "coati-lead2": "--steps 18 --warmup 6",
+            "coati-lead3": "--steps 18 --warmup 6",
         },
         "0.5B, 64 × (128 + 256)",
         "4.5 ×",
@@ -85,7 +86,7 @@ TRAININGS = {
         {
             "coati-ppo": "--steps 12 --warmup 5",
             "trl-vllm": "--steps 4 --warmup 2",
-            "coati-ahead": "--steps 12 --warmup 5",
+            "coati-lead2": "--steps 12 --warmup 5",
         },
         "1.5B, 64 × (512 + geometric to 2,048)",
         "4 ×",
@@ -100,7 +101,8 @@ TRAININGS = {
 WAVES = ["0.5B", "rollout", "1.5B", "7B"]
 NAMES = {
     "coati-ppo": "coati, PPO",
-    "coati-ahead": "coati, PPO, `topology.lead = 2`",
+    "coati-lead2": "coati, PPO, `topology.lead = 2`",
+    "coati-lead3": "coati, PPO, `topology.lead = 3`",
     "coati-vllm": 'coati, PPO, `engine = "vllm"`',
     "trl-vllm": "TRL with vLLM, GRPO",
 }
