@@ -75,10 +75,15 @@ class Sample:
     is_over: bool = False  # whether this turn has ended or was cancelled
     place: Any = None  # its slot
 
+    def changed(self, **fields: Any) -> "Sample":
+        """Return a copy with other values of these fields, faster than `dataclasses.replace`."""
+        copy = object.__new__(Sample)
+        vars(copy).update(vars(self), **fields)
+        return copy
+
     def next_turn(self, response: Sequence[int], tokens: Sequence[int], limit: int) -> "Sample":
         """Return a copy for the next turn, whose prompt is extended by the response and by `tokens`."""
-        return dataclasses.replace(
-            self,
+        return self.changed(
             tokens=[*self.tokens, *response, *tokens],
             limit=limit,
             num_drawn=self.num_drawn + len(response),

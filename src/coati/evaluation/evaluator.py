@@ -108,7 +108,7 @@ class Evaluator:
         """Generate the samples and start to score them. The returned iterator waits for the scores."""
         options = GenerateOptions.parse(**self._config.rollout.generate_options).with_tokenizer(self._scorer.tokenizer)
         own: dict[str, Any] = {"model": engine.model, "seed": self.settings.seed, "needs_log_probs": False}
-        samples = [prepared(one, options, id=one.id + _FIRST_SAMPLE_ID, **own) for one in drawn]
+        samples = prepared([one.changed(id=one.id + _FIRST_SAMPLE_ID) for one in drawn], options, **own)
         with device_errors_explained(f"evaluating {len(drawn)} samples of {self.settings.name!r}", LESS_TO_MAKE):
             experience = generate(engine, samples, version=version)
         tokens = experience.tokens_and_masks()

@@ -88,7 +88,7 @@ class MakerBatch:
 
 def with_ids(samples: Sequence[Sample], first: int) -> list[Sample]:
     """Return copies of the samples with consecutive ids, starting at `first`."""
-    return [dataclasses.replace(sample, id=first + index) for index, sample in enumerate(samples)]
+    return [sample.changed(id=first + index) for index, sample in enumerate(samples)]
 
 
 def sample_facts(sample: Sample) -> dict[str, Any]:

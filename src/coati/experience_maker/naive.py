@@ -155,11 +155,9 @@ class NaiveExperienceMaker(ExperienceMaker):
         if self.algorithm.uses_groups:
             _check_groups(samples)
         is_grouped = self.algorithm.uses_groups
-        units = [sample.group if is_grouped and sample.group is not None else sample.id for sample in samples]
-        samples = [
-            prepared(sample, options, model=self.actor, seed=self.seed, unit=unit)
-            for sample, unit in zip(samples, units, strict=True)
-        ]
+        samples = prepared(samples, options, model=self.actor, seed=self.seed)
+        for sample in samples:
+            sample.unit = sample.group if is_grouped and sample.group is not None else sample.id
         for unit in {sample.unit for sample in samples} & self._units.keys():
             self._forget(unit)
         for sample in samples:

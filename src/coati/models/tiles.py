@@ -118,6 +118,12 @@ def padded_length(length: int, least: int = 8) -> int:
 
 def tiled_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: int = TILE) -> Tensor:
     """Compute `F.linear` in products of `tile` rows each."""
+    is_plain = bias is None and inputs.dim() == 2 and inputs.dtype == torch.float32 and inputs.device.type == "cpu"
+    num_tiles = len(inputs) // tile
+    if is_plain and num_tiles > 1 and len(inputs) == num_tiles * tile and torch.get_num_threads() == 1:
+        # With one thread, a batch of products has the bits of single ones. With more, long sums are split among them.
+        tiles = inputs.reshape(num_tiles, tile, -1)
+        return torch.bmm(tiles, weight.t().expand(num_tiles, -1, -1)).flatten(0, 1)
     return in_tiles(lambda part: F.linear(part, weight, bias), inputs, tile=tile)
 
 
@@ -128,18 +134,20 @@ def in_tiles(function: Callable[[Tensor], Tensor], inputs: Tensor, *, tile: int)
         joined = function(rows)
     else:
         parts = list(torch.split(rows, tile))
-        parts[-1] = F.pad(parts[-1], (0, 0, 0, tile - len(parts[-1])))
-        joined = torch.cat([function(part) for part in parts])[: len(rows)]
+        if missing := -len(rows) % tile:
+            parts[-1] = F.pad(parts[-1], (0, 0, 0, missing))
+        joined = torch.cat([function(part) for part in parts])
+        joined = joined[: len(rows)] if missing else joined
     return joined if inputs.dim() == 2 else joined.view(*inputs.shape[:-1], -1)
 
 
 def tiled_activation(activation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     """Apply an elementwise function in whole vectors, because torch computes remainders with different code."""
-    count = inputs.numel()
-    piece = _PIECE if torch.get_num_threads() > 1 else max(count, 1)
     # Non-contiguous inputs are computed row by row, each with its own remainder, and GELU with different code.
-    if count <= piece and count % _VECTOR == 0 and inputs.is_contiguous():
+    inputs, count = inputs.contiguous(), inputs.numel()
+    piece = _PIECE if torch.get_num_threads() > 1 else max(count, 1)
+    if count <= piece and count % _VECTOR == 0:
         return activation(inputs)
-    parts = list(torch.split(inputs.reshape(-1), piece))
+    parts = list(torch.split(inputs.view(-1), piece))
     parts[-1] = F.pad(parts[-1], (0, -count % _VECTOR))
     return torch.cat([activation(part) for part in parts])[:count].view(inputs.shape)

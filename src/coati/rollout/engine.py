@@ -1,6 +1,5 @@
 """The protocol of rollout engines: a stream that takes prompts whenever it has room and returns finished responses."""
 
-import dataclasses
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -15,11 +14,19 @@ from coati.models.actor import unwrap
 from coati.models.calls import context_length_of
 
 
-def prepared(sample: Sample, options: GenerateOptions, *, model: torch.nn.Module, **changes: Any) -> Sample:
-    """Return a copy for an engine, with its options and the response limit that these and the model's context allow."""
-    context, length = context_length_of(unwrap(model)) or sys.maxsize, len(sample.tokens)
-    limit = min(options.new_token_limit(length), context - length)
-    return dataclasses.replace(sample, limit=limit, options=options, **changes)
+def prepared(
+    samples: Sequence[Sample], options: GenerateOptions, *, model: torch.nn.Module, **fields: Any
+) -> list[Sample]:
+    """Return copies for an engine, with its options and the response limits that these and the model's context allow.
+
+    `fields` are further fields to change in all copies.
+    """
+    context = context_length_of(unwrap(model)) or sys.maxsize
+    lengths = [len(sample.tokens) for sample in samples]
+    limits = [min(options.new_token_limit(length), context - length) for length in lengths]
+    return [
+        sample.changed(limit=limit, options=options, **fields) for sample, limit in zip(samples, limits, strict=True)
+    ]
 
 
 def admitted(samples: Sequence[Sample]) -> list[Sample]:
@@ -27,7 +34,7 @@ def admitted(samples: Sequence[Sample]) -> list[Sample]:
     ids = [sample.id for sample in samples]
     if len({*ids}) < len(ids):
         raise DataError(f"sample_ids of a request must be unique, got {sorted(ids)[:16]}.")
-    return [dataclasses.replace(sample, is_over=False) for sample in samples]
+    return [sample.changed(is_over=False) for sample in samples]
 
 
 class RolloutEngine(Protocol):

@@ -11,6 +11,7 @@ was, with the same draws. On a CPU, steps run without a graph and the host check
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Collection, Sequence
 
@@ -274,8 +275,7 @@ class NativeEngine:
         """Start waiting samples as far as slots and pages allow; return False if none started."""
         used = len(self._samples)
         free = deque(slot for slot in range(self._max_slots) if slot >= used or self._samples[slot] is None)
-        least = self._max_slots * PREFILL_SHARE if self._is_captured and self._alive else 1
-        if not self._waiting or (self._waiting[0].place.slot < 0 and len(free) < min(least, len(self._waiting))):
+        if not self._waiting or (self._waiting[0].place.slot < 0 and not self._is_prefill_due(len(free))):
             return False
         self._enlarge_buffers()
         num_alive, new = len(self._alive), list[Sample]()
@@ -297,6 +297,18 @@ class NativeEngine:
                 logits = self._decoder.prefill(batch, self._cache, num_positions=num_positions)
             self._begin(samples, logits)
         return bool(new)
+
+    def _is_prefill_due(self, num_free: int) -> bool:
+        """Return whether to prefill waiting samples now, with this number of free slots, or with more of them later."""
+        num_alive, num_waiting = len(self._alive), len(self._waiting)
+        if not num_alive:
+            return True
+        if self._is_captured:
+            return num_free >= min(self._max_slots * PREFILL_SHARE, num_waiting)
+        # A CPU takes about as long for a prefill pass as for a step, whatever their sizes. If responses have n tokens,
+        # the fraction of samples to start together that takes the fewest of both is the square root of 2 / n.
+        fraction = math.sqrt(2 / max(2, self._waiting[0].limit))
+        return min(num_free, num_waiting) >= fraction * (num_alive + num_waiting)
 
     def _may_begin(self, sample: Sample) -> bool:
         """Return whether its tokens are drawn by the same rules as those of the active samples."""

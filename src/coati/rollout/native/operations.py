@@ -8,7 +8,7 @@ import functools
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,10 +93,9 @@ class TorchOperations:
         split = self.head_split(positions, angles)
         new_pages = pages.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1)
         offsets = positions % page_size
-        calls = _attention_calls(positions, num_positions, pages.shape[1] * page_size)
-        longest = max(length for _, length in calls)
+        calls = _attention_calls(positions, num_positions, pages, page_size)
+        longest = max(call.length for call in calls)
         is_visible = functools.cache(lambda window: visible(positions, longest, window))  # [n, L]
-        texts = [_texts(pages, rows, -(-length // page_size)) for rows, length in calls]
 
         def attend(projected: Tensor, block: Any, keys: Tensor, values: Tensor) -> Tensor:
             queries, new_keys, new_values = split(projected, block)
@@ -105,56 +104,71 @@ class TorchOperations:
             # The G queries of a group take the place of tokens of one head, so keys are read once, and not copied
             # for each query head.
             queries = queries.reshape(count, geometry.num_kv_heads, geometry.group, geometry.head_dim)
-            parts = [
-                F.scaled_dot_product_attention(
-                    queries[rows],
-                    _positions_of(keys, text, length),
-                    _positions_of(values, text, length),
-                    attn_mask=is_visible(block.window)[rows, None, None, :length],
+            parts = []
+            for call in calls:
+                mixed = F.scaled_dot_product_attention(
+                    call.in_order(queries),
+                    call.positions_of(keys),
+                    call.positions_of(values),
+                    attn_mask=call.in_order(is_visible(block.window))[:, None, None, : call.length],
                     scale=geometry.scale,
-                ).flatten(1)
-                for (rows, length), text in zip(calls, texts, strict=True)
-            ]  # [n, H·D] together
+                )
+                parts.append(call.of_slots(mixed.flatten(1)))  # [n, H·D] together
             if len(parts) == 1:
                 return parts[0]
-            return torch.cat(parts)[torch.cat([rows for rows, _ in calls]).argsort()]
+            return torch.cat(parts)[torch.cat([call.slots for call in calls]).argsort()]
 
         return attend
 
 
-def _texts(pages: Tensor, rows: Any, num_pages: int) -> Any:
-    """Return the pages of some texts, [m, num_pages], or a slice if these are consecutive; empty texts fit any page."""
-    mine = pages[rows, :num_pages]
-    if pages.device.type != "cpu" or num_pages > 1 or not isinstance(rows, slice):
-        return mine
-    is_beside = (mine[:, 0] == torch.arange(1, len(mine) + 1)) | (mine[:, 0] == 0)
-    return slice(1, len(mine) + 1) if bool(is_beside.all()) else mine
+class _AttentionCall(NamedTuple):
+    """Slots that attend in one call, and the part of the cache that it reads."""
+
+    slots: Any  # [m] indices, or a slice with all of them
+    pages: Tensor  # page tables of these slots, [m, pages of a text]
+    length: int  # positions read of each text
+    span: int  # if above 0, pages below this one are read where they are, in their order
+
+    def in_order(self, of_slots: Tensor) -> Tensor:
+        """Return rows of slots in the order in which texts are read; rows of pages without a slot are 0, or visible."""
+        rows = of_slots[self.slots]
+        if not self.span:
+            return rows
+        ordered = torch.full((self.span, *rows.shape[1:]), rows.dtype == torch.bool, dtype=rows.dtype)
+        return ordered.index_copy_(0, self.pages[:, 0], rows)
+
+    def of_slots(self, ordered: Tensor) -> Tensor:
+        """Return rows in the order of slots, given those in the order of texts."""
+        return ordered.index_select(0, self.pages[:, 0]) if self.span else ordered
+
+    def positions_of(self, cached: Tensor) -> Tensor:
+        """Return the positions of these texts that are read, [texts, K, length, D]."""
+        if self.span:
+            return cached[: self.span, :, : self.length]
+        if self.pages.shape[1] == 1:
+            return cached[:, :, : self.length].index_select(0, self.pages[:, 0])
+        return cached[self.pages].transpose(1, 2).flatten(2, 3)[:, :, : self.length]
 
 
-def _positions_of(cached: Tensor, text: Any, length: int) -> Tensor:
-    """Return the first `length` positions of these texts, [m, K, length, D]."""
-    if isinstance(text, slice):
-        return cached[text, :, :length]
-    if text.shape[1] == 1:
-        return cached[:, :, :length][text[:, 0]]
-    return cached[text].transpose(1, 2).flatten(2, 3)[:, :, :length]
+def _attention_calls(positions: Tensor, num_positions: int, pages: Tensor, page_size: int) -> list[_AttentionCall]:
+    """Return the calls of a step. On a CPU, how many positions are read for a slot depends on this slot alone."""
+    if positions.device.type != "cpu":
+        return [_AttentionCall(slice(None), pages[:, : -(-num_positions // page_size)], num_positions, 0)]
+    lengths = [min(slot_length(position + 1), pages.shape[1] * page_size) for position in positions.tolist()]
+    different, of_slots = sorted({*lengths}), torch.tensor(lengths)
+    calls = []
+    for length in different:
+        slots = slice(None) if len(different) == 1 else (of_slots == length).nonzero().squeeze(1)
+        mine = pages[slots, : -(-length // page_size)]
+        # Moving queries is cheaper than moving keys and values, unless most pages in between belong to other calls.
+        span = int(mine.max()) + 1 if mine.shape[1] == 1 else 0
+        calls.append(_AttentionCall(slots, mine, length, span if span <= 2 * len(mine) else 0))
+    return calls
 
 
 def slot_length(num_positions: int) -> int:
     """Return how many positions of a slot's cache a CPU reads: few different lengths, because each is a call."""
     return padded_length(num_positions, 32)
-
-
-def _attention_calls(positions: Tensor, num_positions: int, most: int) -> list[tuple[Any, int]]:
-    """Return which slots attend in one call, and over how many positions, which on a CPU depend on each slot alone."""
-    if positions.device.type != "cpu":
-        return [(slice(None), num_positions)]
-    lengths = [min(slot_length(position + 1), most) for position in positions.tolist()]
-    different = sorted({*lengths})
-    if len(different) == 1:
-        return [(slice(None), lengths[0])]
-    of_slots = torch.tensor(lengths)
-    return [((of_slots == length).nonzero().squeeze(1), length) for length in different]
 
 
 class TritonOperations(TorchOperations):
@@ -309,12 +323,11 @@ def visible(positions: Tensor, num_positions: int, window: int | None) -> Tensor
 def normed(norm: Any, hidden: Tensor) -> Tensor:
     """Apply a norm of the model with one fused torch operation instead of its module."""
     shape = hidden.shape[-1:]
+    if (eps := getattr(norm, "variance_epsilon", None)) is not None:
+        return F.rms_norm(hidden, shape, norm.weight, eps)
     if hasattr(norm, "bias"):  # a LayerNorm, or adapters around one
         return F.layer_norm(hidden, shape, norm.weight, norm.bias, norm.eps)
-    eps, is_shifted = _rms(norm)
-    if is_shifted:
-        return F.rms_norm(hidden.float(), shape, 1.0 + norm.weight.float(), eps).type_as(hidden)
-    return F.rms_norm(hidden, shape, norm.weight, eps)
+    return F.rms_norm(hidden.float(), shape, 1.0 + norm.weight.float(), norm.eps).type_as(hidden)
 
 
 def _rms(norm: Any) -> tuple[float, bool]:
