@@ -14,6 +14,7 @@ nothing is written beside it, so it is quicker.
     coati-ppo     the same with a critic, which TRL's GRPO does not have; on a GPU the score comes from a reward model
     coati-lead2   coati-ppo with data at most 2 versions old, and 2 batches generated at a time
     coati-lead3   coati-ppo with data at most 3 versions old, and 3 batches generated at a time
+    coati-grpo-lead3   coati-grpo with the same
     coati-vllm    coati-ppo whose maker generates with vLLM (vLLM must be installed; GPU only)
     trl-vllm      TRL's GRPOTrainer with vLLM in its process, log-probs returned (TRL and vLLM must be; GPU only)
     trl-grpo      TRL's GRPOTrainer with transformers' generate and the same KL term (TRL must be installed)
@@ -43,7 +44,7 @@ from checked import below_one, check_device, one_or_more, zero_or_more
 from rollout_vllm import TURN, cache_bytes, vllm_environment, wait_for_turn
 
 ONLY_ON = {"trl-tuned": "cpu", "coati-vllm": "cuda", "trl-vllm": "cuda"}
-LEADS = {"coati-lead2": 2, "coati-lead3": 3}
+LEADS = {"coati-grpo-lead3": 3, "coati-lead2": 2, "coati-lead3": 3}
 COMPETITORS = ("coati-grpo", "coati-ppo", *LEADS, "trl-grpo", *ONLY_ON)
 SHAPES = ["demo", "0.5b", "1.5b", "7b", "tiny"]
 FIRST_END = 2  # 0 is padding, 1 the tokenizer's end
@@ -341,7 +342,7 @@ def turn_taking_learner(warmup: int) -> type:
 
 
 def coati_settings(arguments: argparse.Namespace, output: Path) -> str:
-    is_gpu, is_large, is_ppo = arguments.device == "cuda", arguments.shape != "demo", arguments.only != "coati-grpo"
+    is_gpu, is_large, is_ppo = arguments.device == "cuda", arguments.shape != "demo", "grpo" not in arguments.only
     lead = LEADS.get(arguments.only, 1)
     places = max(arguments.places, lead)
     engine = ""

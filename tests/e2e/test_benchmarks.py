@@ -38,7 +38,7 @@ def test_end_to_end_without_trl_has_rows_of_ours_only(tmp_path, capsys, monkeypa
     monkeypatch.setattr(end_to_end.importlib.util, "find_spec", lambda name: None)
     arguments = argparse.Namespace(device="cpu", competitors=None, json=tmp_path / "found.json")
     names = end_to_end.competitors(arguments, argparse.ArgumentParser())
-    assert names == ["coati-grpo", "coati-ppo", "coati-lead2", "coati-lead3"]
+    assert names == ["coati-grpo", "coati-ppo", "coati-grpo-lead3", "coati-lead2", "coati-lead3"]
     assert "TRL is not installed" in capsys.readouterr().out
     row = {"completions_per_second": 2.0, "tokens_per_second": 4.0, "ms_per_step": 500.0, "peak_gib": 0.0}
     end_to_end.report({"coati-ppo": [row]}, arguments)

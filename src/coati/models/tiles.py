@@ -118,13 +118,20 @@ def padded_length(length: int, least: int = 8) -> int:
 
 def tiled_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: int = TILE) -> Tensor:
     """Compute `F.linear` in products of `tile` rows each."""
-    is_plain = bias is None and inputs.dim() == 2 and inputs.dtype == torch.float32 and inputs.device.type == "cpu"
-    num_tiles = len(inputs) // tile
-    if is_plain and num_tiles > 1 and len(inputs) == num_tiles * tile and torch.get_num_threads() == 1:
-        # With one thread, a batch of products has the bits of single ones. With more, long sums are split among them.
-        tiles = inputs.reshape(num_tiles, tile, -1)
-        return torch.bmm(tiles, weight.t().expand(num_tiles, -1, -1)).flatten(0, 1)
-    return in_tiles(lambda part: F.linear(part, weight, bias), inputs, tile=tile)
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    if bias is not None or len(rows) <= tile or not _is_batch_exact(inputs, weight):
+        return in_tiles(lambda part: F.linear(part, weight, bias), inputs, tile=tile)
+    missing = -len(rows) % tile
+    tiles = (F.pad(rows, (0, 0, 0, missing)) if missing else rows).view(-1, tile, inputs.shape[-1])
+    products = torch.bmm(tiles, weight.t().expand(len(tiles), -1, -1)).flatten(0, 1)
+    return products[: len(rows)].view(*inputs.shape[:-1], -1)
+
+
+def _is_batch_exact(inputs: Tensor, weight: Tensor) -> bool:
+    """Return whether a batch of products has the bits of single ones: MKL's have, unless threads share a long sum."""
+    is_float32_on_cpu = inputs.device.type == "cpu" and inputs.dtype == torch.float32
+    is_mkl = torch.backends.mkl.is_available() and torch.get_num_threads() == 1
+    return is_float32_on_cpu and is_mkl and len(weight) > 1  # a single row is a vector, with code of its own
 
 
 def in_tiles(function: Callable[[Tensor], Tensor], inputs: Tensor, *, tile: int) -> Tensor:
