@@ -38,7 +38,7 @@ _TEXTS = {
     "deliver": "delivered",
     "refuse": "another delivery was refused: it was too late, or the second one",
     "pick": "picked for training",
-    "train": "trained on, in the step that made version {train}",
+    "train": "trained on, which made version {train}",
     "drop": "dropped: {reason}",
     "quarantine": "quarantined: {reason}",
 }

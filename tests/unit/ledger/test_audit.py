@@ -189,7 +189,7 @@ def test_the_life_of_a_sample_is_that_of_its_group(tmp_path, capsys):
         "version 1: another delivery was refused: it was too late, or the second one",
         "version 1: delivered, written by version 0, then 1",
         "version 1: picked for training",
-        "version 1: trained on, in the step that made version 2",
+        "version 1: trained on, which made version 2",
     ]
     assert capsys.readouterr().out.splitlines() == [
         "Sample 3 is in group 1 (samples 2 to 3). Fate: trained.", *life
