@@ -69,10 +69,11 @@ def main() -> None:
     loops = [maker.workingloop.remote(prompts), trainer.fit.remote(total_steps=STEPS, update_steps=1)]
     ray.get(loops, timeout=600)
     ray.get(trainer.strategy_save_actor.remote(OUTPUT), timeout=60)
-    records = ray.get(maker.report.remote(), timeout=60).records.records
-    first, last = (record["metrics"]["reward/mean"].value for record in (records[0], records[-1]))
+    records = ray.get(trainer.report.remote(), timeout=60).records.records
+    metrics = [record.get("metrics", {}) for record in records]
+    rewards = [row["reward/mean"] for row in metrics if "reward/mean" in row]  # other rows are of publishing weights
     ray.shutdown()
-    print(f"Mean reward of the first batch {first:.2f}, of the last {last:.2f}. Model: {OUTPUT}")
+    print(f"Mean reward of the first batch {rewards[0]:.2f}, of the last {rewards[-1]:.2f}. Model: {OUTPUT}")
 
 
 if __name__ == "__main__":

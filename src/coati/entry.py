@@ -82,7 +82,7 @@ class RunResult:
 
     @property
     def rewards(self) -> list[tuple[float, float]]:
-        """Pairs of a weight version and the mean reward of the samples that it generated."""
+        """For every training step, the version before it and the mean reward of its samples."""
         return [(row["version"], row["reward/mean"]) for row in self._rows() if "reward/mean" in row]
 
     def __repr__(self) -> str:

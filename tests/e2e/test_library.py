@@ -37,6 +37,15 @@ def test_the_snippets_of_the_page_run(tmp_path, base_model, monkeypatch):
     assert names["bounded"].config.reward.function == "__main__:brief"
 
 
+def test_the_example_with_actors_made_by_hand_learns(tmp_path):
+    script = PAGE.parents[1] / "examples" / "detached_ppo.py"
+    example = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert example.returncode == 0, example.stderr
+    first, last = map(float, re.findall(r"batch (\S+), of the last (\S+)\. ", example.stdout)[0])
+    assert last > first + 0.1
+    AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "detached_ppo")
+
+
 def test_a_file_and_a_function_on_ray(film_run, forked_workers):
     wanted = "good"
 

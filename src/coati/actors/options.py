@@ -47,7 +47,7 @@ class TrainerOptions:
     rules: LedgerRules | None = None  # the rules by which makers lease work; None accepts all deliveries
     journal: Path | None = None  # the journal file that records all leases
     run_name: str = ""
-    has_reference: bool = True  # whether makers measure the KL to a reference model, which is then a metric
+    has_reference: bool = False  # whether a KL of exactly 0 is a metric, because makers have a reference model
     incarnation: int = 0
     """How often the trainers of this run were restarted; makers reject updates from earlier incarnations."""
     evaluations: Callable[..., EvalSchedule] = EvalSchedule  # creates the evaluation schedule (trainer 0 only)

@@ -33,8 +33,8 @@ _MEMORY_REMEDY = "Give the trainer more of the GPU (topology.gpus_per_trainer), 
 class Trainer(Worker, ABC):
     """Trains on experience that makers push into its buffer."""
 
-    has_reference = True
-    """Whether makers measure the KL to a reference model."""
+    has_reference = False
+    """Whether makers are known to measure the KL to a reference model, so that a KL of 0 is a metric, too."""
 
     def __init__(
         self,

@@ -22,11 +22,17 @@ def audit(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run, finished or running.")
     ],
+    sample: Annotated[
+        int | None, typer.Option(metavar="ID", min=0, help="Show the life of one sample instead, event by event.")
+    ] = None,
 ) -> None:
     """Show the fate of every prompt group. Exits with status 1 if one was lost, trained on twice or too old."""
-    from coati.ledger.audit import audit_run
+    from coati.ledger.audit import audit_run, life_of
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    if sample is not None:
+        console.print("\n".join(life_of(folder, sample)))
+        return
     account = audit_run(folder)
     table = Table("fate", "details", title=f"Account of {folder}", title_justify="left")
     table.add_column("groups", justify="right")

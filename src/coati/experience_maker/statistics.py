@@ -11,8 +11,11 @@ from coati.rewards import PendingScores
 from coati.rewards.base import decode_completions, decode_prompts
 
 
-def sample_metrics(experience: Experience, *, has_reference: bool = True) -> dict[str, float]:
-    """Return metrics of rewards, KL and lengths. A response of at most one token that was not cut counts as empty."""
+def sample_metrics(experience: Experience, *, has_reference: bool = False) -> dict[str, float]:
+    """Return metrics of rewards, KL and lengths. A response of at most one token that was not cut counts as empty.
+
+    A KL of exactly 0 is a metric only if it was measured (`has_reference`).
+    """
     if (num_samples := experience.num_samples) == 0:
         return {}
     mask = experience.full_action_mask()
@@ -24,8 +27,8 @@ def sample_metrics(experience: Experience, *, has_reference: bool = True) -> dic
         "reward/max": float(reward.max()),
         "response/length": float(lengths.double().mean()),
     }
-    if has_reference:
-        kl = float(experience.kl.double().masked_fill(~mask, 0.0).sum())
+    kl = float(experience.kl.double().masked_fill(~mask, 0.0).sum())
+    if has_reference or kl:
         metrics |= {"kl/per_sample": kl / num_samples, "kl/per_token": kl / max(1.0, float(lengths.sum()))}
     if experience.group_ids is not None:
         groups: dict[int, list[float]] = {}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coati.counting import counted
+from coati.errors import DataError
 from coati.ledger.journal import JournalContent, read_journals
 from coati.ledger.rules import LedgerRules
 
@@ -29,7 +30,18 @@ _MOVES = {
     "drop": (("open",), "dropped"),
     "quarantine": (("open",), "quarantined"),
 }
-
+# What happened to a group, by kind of event.
+_TEXTS = {
+    "grant": "leased to {maker}, which served version {version}",
+    "return": "returned: {reason}",
+    "resume": "returned: the run was resumed from version {resume}",
+    "deliver": "delivered",
+    "refuse": "another delivery was refused: it was too late, or the second one",
+    "pick": "picked for training",
+    "train": "trained on, which made version {train}",
+    "drop": "dropped: {reason}",
+    "quarantine": "quarantined: {reason}",
+}
 
 Row = tuple[str, str, int, int]  # fate, details, number of groups, number of samples
 
@@ -216,3 +228,38 @@ def account_of(journals: Sequence[JournalContent]) -> RunAccount:
                 "ignored: the run was stopped while it wrote, or is writing now."
             )
     return RunAccount(trainers, notes)
+
+
+def life_of(folder: Path, sample: int) -> list[str]:
+    """Return the life of the group that a sample belongs to, as lines of text. Raises DataError for an unknown sample.
+
+    Every line begins with the version that the trainer had reached.
+    """
+    lines: list[tuple[tuple[int, bool], str]] = []
+    last, group, journals = -1, Group(), read_journals(folder)
+    for content in journals:
+        size = content.rules.group_size
+        number, index = divmod(sample, size)
+        account, when = TrainerAccount(content.first_rules), (0, False)  # version, and whether it was just resumed
+        for event in content.events:
+            kind, before = next(iter(event)), account.groups.get(number, Group()).state
+            account.apply(event)
+            when = (event["resume"], True) if kind == "resume" else when
+            after = account.groups.get(number, Group()).state
+            if after not in ("", before) or number in event.get("refuse", ()):
+                text = _TEXTS[kind].format(**event)
+                if "written_by" in event:
+                    versions = event["written_by"][event["deliver"].index(number) * size + index][::2]
+                    text += f", written by version {', then '.join(map(str, versions))}"
+                trainer = f"trainer {content.rules.stream}, " if len(journals) > 1 else ""
+                lines.append((when, f"{trainer}version {when[0]}: {text}"))
+            when = (event["train"], False) if kind == "train" else when
+        last, group = max([last, *account.groups]), account.groups.get(number, group)
+    if not lines:
+        raise DataError(
+            f"--sample must be the id of a leased sample, in this run below {(last + 1) * size}, got {sample}. "
+            "samples.jsonl and quarantine.jsonl have the ids, as sample_id."
+        )
+    first, fate = number * size, f"{group.fate} ({group.details})" if group.details else group.fate
+    heading = f"Sample {sample}" + f" is in group {number} (samples {first} to {first + size - 1})" * (size > 1)
+    return [f"{heading}. Fate: {fate}.", *(text for _, text in sorted(lines, key=lambda line: line[0]))]

@@ -13,7 +13,7 @@ import math
 import numbers
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,8 +137,8 @@ def call_function(function: Callable[..., Any], offered: Mapping[str, Any], expe
     if takes_others:
         named |= dict.fromkeys(offered.keys() - bound_options(function) - set(_ONLY_IF_NAMED), False)
     returned = function(**{name: value for name, value in offered.items() if name in named})
-    if inspect.iscoroutine(returned):
-        returned = asyncio.run(returned)
+    if inspect.isawaitable(returned):
+        returned = _awaited(returned)
     return read_verdicts(returned, expected)
 
 
@@ -173,6 +173,20 @@ def recorded(value: Any) -> Any:
     except (ValueError, RecursionError):  # NaN, a cycle, or nested too deeply
         return str(value) if isinstance(value, float) else type(value).__name__
     return json.loads(text) if len(text) <= _DETAIL_CHARACTERS else text[:_DETAIL_CHARACTERS]
+
+
+def _awaited(awaitable: Awaitable[Any]) -> Any:
+    """Wait for an awaitable: a pending future or task on the event loop that it belongs to, all others on a new one."""
+
+    async def wait() -> Any:
+        return await awaitable
+
+    if not asyncio.isfuture(awaitable) or awaitable.done():
+        return asyncio.run(wait())
+    loop = awaitable.get_loop()
+    if loop.is_running():  # on another thread
+        return asyncio.run_coroutine_threadsafe(wait(), loop).result()
+    return loop.run_until_complete(awaitable)
 
 
 def _as_list(returned: Any, expected: int) -> list[Any] | None:

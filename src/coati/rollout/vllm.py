@@ -10,18 +10,17 @@ salt, so that no prompt continues from keys that other weights computed.
 import contextlib
 import copy
 import dataclasses
-import functools
 import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from coati.errors import CoatiError, ConfigError, EngineFailed, GenerateOptionError, WeightUpdateError
+from coati.errors import ConfigError, EngineFailed, GenerateOptionError, WeightUpdateError
 from coati.experience import Sample
 from coati.models.actor import action_logprobs, unwrap
 from coati.models.calls import context_length_of
@@ -241,12 +240,11 @@ class VllmEngine:
         if weights == self._weights:
             return
         self._weights = ()  # in case copying fails
-        with self._worker_errors_explained():
-            if self._has_workers:
-                self._send_weights(base)
-            else:
-                self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": _merged_weights(base)})
-            self._check_bits(base)
+        if self._has_workers:
+            self._send_weights(base)
+        else:
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": _merged_weights(base)})
+        self._check_bits(base)
         self._engine.abort_request([*self._canaries])  # the new weights would compute them
         self._canaries.clear()
         self._weights, self._num_copies = weights, self._num_copies + 1
@@ -258,8 +256,7 @@ class VllmEngine:
 
     def _send_weights(self, base: nn.Module) -> None:
         """Update the workers' weights as vLLM's `reload_weights` does, in chunks of memory that all workers map."""
-        rpc = functools.partial(self._engine.collective_rpc, timeout=_WORKER_SECONDS)
-        rpc(begin_update)
+        self._call_workers(begin_update)
         for chunk in weight_chunks(_merged_weights(base)):
             specs = specs_of(chunk)
             size = layout(specs)[1]
@@ -268,20 +265,30 @@ class VllmEngine:
                 path = f"/proc/{os.getpid()}/fd/{file}"
                 memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
                 copy_all([*tensor_views(memory, specs).values()], [*chunk.values()])
-                rpc(load_chunk, args=(path, specs))
+                self._call_workers(load_chunk, path, specs)
             finally:
                 os.close(file)
-        rpc(end_update)
+        self._call_workers(end_update)
+
+    def _call_workers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a function in each worker, or in this process if there are none, and return the results."""
+        with self._worker_errors_explained():
+            return list(self._engine.collective_rpc(function, timeout=_WORKER_SECONDS, args=arguments))
 
     @contextlib.contextmanager
     def _worker_errors_explained(self) -> Iterator[None]:
-        """Raise EngineFailed if a worker process fails, and stop the others."""
+        """Raise EngineFailed if a worker process fails, and stop the others. Pass on errors of this process.
+
+        vLLM raises RuntimeError for an error in a worker, TimeoutError if one does not answer, and anything if one has
+        ended.
+        """
         try:
             yield
         except Exception as error:
-            if not self._has_workers or isinstance(
-                error, CoatiError | torch.OutOfMemoryError
-            ):  # raised in this process
+            if not self._has_workers or not (
+                isinstance(error, RuntimeError | TimeoutError)
+                or any(not worker.proc.is_alive() for worker in self._engine.model_executor.workers)
+            ):
                 raise
             self._engine.engine_core.shutdown()
             raise EngineFailed(
@@ -293,7 +300,7 @@ class VllmEngine:
         """Compare sums of bits. If the first copy differs, vLLM converts weights, and only the canary verifies them."""
         names = {plain_name(name) for name, _ in base.named_parameters()}  # tied weights once
         sent = sum(sum_of_bits(weight) for name, weight in _merged_weights(base) if name in names)
-        shards = zip(*self._engine.collective_rpc(sums_of_bits, timeout=_WORKER_SECONDS), strict=True)
+        shards = zip(*self._call_workers(sums_of_bits), strict=True)
         # All workers hold the same values of a weight that is not split.
         found = sum(sums[0] if len({*sums}) == 1 else sum(sums) for sums in shards)
         if self._num_copies and self._keeps_bits and found != sent:

@@ -57,7 +57,9 @@ def test_cuts_are_reported_only_where_they_are_known(experience):
 
 
 def test_a_kl_that_is_not_measured_is_absent(experience):
-    metrics = sample_metrics(experience, has_reference=False)
+    experience.kl = torch.zeros(3, 3)
+    assert sample_metrics(experience, has_reference=True)["kl/per_sample"] == 0.0
+    metrics = sample_metrics(experience)
     assert not [name for name in metrics if name.startswith("kl/")]
     assert metrics["response/length"] == 2.0
 

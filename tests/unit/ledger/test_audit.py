@@ -7,8 +7,8 @@ import typer
 from lease_world import World
 
 from coati.cli.audit import audit
-from coati.errors import CheckpointError
-from coati.ledger.audit import audit_run
+from coati.errors import CheckpointError, DataError
+from coati.ledger.audit import audit_run, life_of
 from coati.ledger.journal import Journal
 from coati.ledger.rules import LedgerRules
 
@@ -170,3 +170,74 @@ def test_missing_journals_are_errors(tmp_path):
     write(tmp_path, dataclasses.replace(RULES, stream=1, num_streams=2), [])
     with pytest.raises(CheckpointError, match="2 trainers, got those of \\[1\\]"):
         audit_run(tmp_path)
+
+
+def test_the_life_of_a_sample_is_that_of_its_group(tmp_path, capsys):
+    events = [
+        grant(0, 1, 2, 3), {"return": [1], "reason": "slow maker", "is_slow": True}, {"deliver": [0]}, {"pick": [0]},
+        {"train": 1, "samples": 2}, grant(1, maker="maker-1", version=1), {"refuse": [1]},
+        {"deliver": [2, 1], "written_by": [[0], [0], [0], [0, 5, 1]], "scored_by": [1, 1]}, {"pick": [1]},
+        {"pick": [2]}, {"train": 2, "samples": 6},
+        {"drop": [3], "reason": "no score by 'matches': None (sample ids [6])"},
+    ]  # fmt: skip
+    write(tmp_path, RULES, events)
+    audit(tmp_path, sample=3)
+    life = [
+        "version 0: leased to maker-0, which served version 0",
+        "version 0: returned: slow maker",
+        "version 1: leased to maker-1, which served version 1",
+        "version 1: another delivery was refused: it was too late, or the second one",
+        "version 1: delivered, written by version 0, then 1",
+        "version 1: picked for training",
+        "version 1: trained on, which made version 2",
+    ]
+    assert capsys.readouterr().out.splitlines() == [
+        "Sample 3 is in group 1 (samples 2 to 3). Fate: trained.", *life
+    ]  # fmt: skip
+    assert life_of(tmp_path, 2)[5] == "version 1: delivered, written by version 0"
+    assert life_of(tmp_path, 7) == [
+        "Sample 7 is in group 3 (samples 6 to 7). Fate: dropped (no score by 'matches').",
+        life[0],
+        "version 2: dropped: no score by 'matches': None (sample ids [6])",
+    ]
+
+
+def test_the_life_of_a_sample_has_no_void_events(tmp_path):
+    rules = dataclasses.replace(RULES, group_size=1)
+    resume = {"resume": 0, "events": 1, "first_epoch": 9, "rules": dataclasses.asdict(rules)}
+    events = [grant(0, 1), {"deliver": [1]}, {"pick": [1]}, {"train": 1, "samples": 1}, resume]
+    write(tmp_path, rules, [*events, grant(1, maker="maker-1"), {"quarantine": [0], "reason": "reward raised"}])
+    assert life_of(tmp_path, 1) == [
+        "Sample 1. Fate: open (being made by maker-1).",
+        "version 0: leased to maker-0, which served version 0",
+        "version 0: returned: the run was resumed from version 0",
+        "version 0: leased to maker-1, which served version 0",
+    ]
+
+
+def test_the_life_of_a_sample_that_changed_trainers(tmp_path):
+    two, one = dataclasses.replace(RULES, num_streams=2), RULES
+    before = [grant(0), {"deliver": [0]}, {"pick": [0]}, {"train": 1, "samples": 2}]
+    resume = {"resume": 1, "first_epoch": 9}
+    taken = {"works": [{"number": 1}], "num_numbers": 2, "num_trained": 4}
+    now = {**resume, "events": 4, "rules": dataclasses.asdict(one), "state": taken}
+    write(tmp_path, two, [*before, now, grant(1, maker="maker-1", version=1)])
+    former = dataclasses.replace(two, stream=1)
+    before = [grant(1), {"train": 1, "samples": 0}, {"return": [1], "reason": "died"}, grant(1, version=1)]
+    retired = {**resume, "events": 4, "rules": dataclasses.asdict(former)}
+    write(tmp_path, former, [*before, retired | {"state": {"works": [], "num_numbers": 0, "num_trained": 0}}])
+    assert life_of(tmp_path, 3) == [
+        "Sample 3 is in group 1 (samples 2 to 3). Fate: open (being made by maker-1).",
+        "trainer 1, version 0: leased to maker-0, which served version 0",
+        "trainer 1, version 1: returned: died",
+        "trainer 1, version 1: leased to maker-0, which served version 1",
+        "trainer 0, version 1: returned: the run was resumed from version 1",
+        "trainer 0, version 1: leased to maker-1, which served version 1",
+    ]
+
+
+@pytest.mark.parametrize("num_granted", [0, 4])
+def test_a_sample_that_was_never_leased_is_an_error(tmp_path, num_granted):
+    write(tmp_path, RULES, [grant(*range(num_granted))] * (num_granted > 0))
+    with pytest.raises(DataError, match=f"below {2 * num_granted}, got 8.*sample_id"):
+        audit(tmp_path, sample=8)

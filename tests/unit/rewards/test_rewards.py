@@ -1,6 +1,7 @@
 """Rewards: what functions may return, how they can fail, models, sums and decoding."""
 
 import asyncio
+import contextlib
 import copy
 import json
 import math
@@ -250,6 +251,62 @@ def test_an_async_function_is_awaited(is_wrong):
         assert "raised KeyError" in message_of(judge)
     else:
         assert score_with(judge).tolist() == [1.0, 3.0]
+
+
+class Later:
+    """An awaitable that is neither a coroutine nor a future, such as a client's call object."""
+
+    def __init__(self, judge):
+        self.judge = judge
+
+    def __await__(self):
+        return self.judge.__await__()
+
+
+@pytest.fixture(params=["idle", "on another thread"])
+def loop(request):
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        if request.param == "idle":
+            yield loop
+            return
+        thread = threading.Thread(target=loop.run_forever, daemon=True)
+        thread.start()
+        started = threading.Event()
+        loop.call_soon_threadsafe(started.set)
+        assert started.wait(60)
+        yield loop
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(60)
+
+
+async def lengths(completions):
+    await asyncio.sleep(0)
+    return [len(text) for text in completions]
+
+
+def test_an_object_that_can_be_awaited_is_awaited():
+    assert score_with(lambda completions: Later(lengths(completions))).tolist() == [1.0, 3.0]
+
+
+def test_a_task_runs_on_its_own_loop(loop):
+    async def in_a_task(completions):
+        return loop.create_task(lengths(completions))
+
+    def judge(completions):
+        if loop.is_running():
+            return asyncio.run_coroutine_threadsafe(in_a_task(completions), loop).result()
+        return loop.create_task(lengths(completions))
+
+    assert score_with(judge).tolist() == [1.0, 3.0]
+
+
+def test_a_future_that_is_done_needs_no_loop(loop):
+    done = loop.create_future()
+    loop.call_soon_threadsafe(done.set_result, [1, 2])
+    if not loop.is_running():
+        loop.run_until_complete(done)
+        loop.close()
+    assert score_with(lambda completions: done).tolist() == [1.0, 2.0]
 
 
 def test_a_function_that_raises_timeout_error_is_not_reported_as_slow():

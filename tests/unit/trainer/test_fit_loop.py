@@ -290,7 +290,15 @@ def test_each_row_has_the_rewards_of_the_samples_of_its_step():
     trainer.run_episodes(4, 2, 2)  # the last batch never comes
     rows = [record["metrics"] for record in trainer.report().records.records if "metrics" in record]
     assert [row["reward/mean"] for row in rows if "loss" in row] == [float(number) for number in trainer.trained]
-    assert all("kl/per_sample" in row for row in rows)
-    trainer.has_reference = False
-    trainer.train_on(rewarded(7))
-    assert "kl/per_sample" not in trainer.report().records.records[-1]["metrics"]
+
+
+def test_a_trainer_without_a_reference_reports_the_kl_that_samples_have():
+    trainer = Recorder()
+
+    def has_kl_after(number):
+        trainer.train_on(batch(number))  # with a KL of `number`
+        return "kl/per_sample" in trainer.report().records.records[-1]["metrics"]
+
+    assert [has_kl_after(number) for number in (0, 7)] == [False, True]
+    trainer.has_reference = True
+    assert has_kl_after(0), "measured, and 0 because the policy is still the reference"
