@@ -5,8 +5,6 @@ touched. The files of an earlier run stay until a new run starts to train; then 
 and no others. Fast to import.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -342,7 +340,7 @@ def choose_start(config: RunSettings, *, is_restart: bool = False) -> StartingPo
     return StartingPoint(path, state["version"], state["counters"]["batches"], events)
 
 
-def continue_files(config: RunSettings, log: RunLog, start: StartingPoint, *, is_restart: bool = False) -> None:
+def continue_files(config: RunSettings, log: "RunLog", start: StartingPoint, *, is_restart: bool = False) -> None:
     """Remove all steps after `start` from the run's files and its log: the run repeats them."""
     from coati import build
     from coati.ledger.journal import retire_journals

@@ -4,8 +4,6 @@ A maker turns scores into advantages; a learner turns advantages and ratios into
 the setting `loss` replaces its loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self

@@ -1,7 +1,5 @@
 """Declare and validate settings. Error messages have the key, the rule, the value and the remedy."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -8,8 +8,6 @@ thread). What it could not send is still in the files; `python -m coati.monitor.
            ◄── error message, on stdout ───────────────────────────
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -93,7 +91,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, name: str) -> None:
         logger.warning(_FAILED, name, f"{reason} (see {folder / 'trackers' / name}.log). {remedy}")
 
 
-def _follow_here(reader: RowReader, tracker: Tracker, end: int) -> None:
+def _follow_here(reader: "RowReader", tracker: Tracker, end: int) -> None:
     try:
         follow(reader, tracker, end)
     except Exception as error:

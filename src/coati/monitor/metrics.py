@@ -3,8 +3,6 @@
 docs/metrics.md describes every metric.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -129,7 +127,7 @@ def cut_jsonl(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> list[di
     return kept
 
 
-def load_metrics(run: str | Path) -> pandas.DataFrame:
+def load_metrics(run: str | Path) -> "pandas.DataFrame":
     """Load a run's metrics as a pandas DataFrame, one row per `step`.
 
     Metrics that are written once per weight version are NaN in its other rows.

@@ -1,7 +1,5 @@
 """The log of a run: metrics, samples and spans in its folder, and the snapshot that the live view shows."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

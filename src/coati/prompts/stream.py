@@ -4,8 +4,6 @@ A sample therefore has the same id, and with it the same random draws, on every 
 their position in the order; they are skipped, and counted by reason.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

@@ -1,7 +1,5 @@
 """The interface of rewards: a request with tokens and texts in, a score per sample out; NaN means no score."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -46,7 +44,7 @@ class RewardRequest:
     def __len__(self) -> int:
         return int(self.sequences.shape[0])
 
-    def select(self, rows: list[int]) -> RewardRequest:
+    def select(self, rows: list[int]) -> "RewardRequest":
         """Return a request for some of the samples."""
         part = RewardRequest(
             prompts=[self.prompts[row] for row in rows],

@@ -1,7 +1,5 @@
 """Loads reward functions by name, calls them, and checks what they return. Does not import torch."""
 
-from __future__ import annotations
-
 import asyncio
 import difflib
 import functools

@@ -10,8 +10,6 @@ Answers are JSON because the maker must not unpickle data from a function. Funct
 thread, where signals can interrupt them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -79,7 +77,7 @@ class RewardProcess:
     def __init__(
         self,
         function: str | Callable[..., Any],
-        settings: RewardSettings,
+        settings: "RewardSettings",
         *,
         options: Mapping[str, Any] | None = None,
         search_paths: Sequence[Path] = (),
@@ -236,7 +234,7 @@ def _kill_descendants() -> None:
         psutil.wait_procs(running, timeout=0.1)
 
 
-def _serve(maker: Connection[Any, Any], libc: ctypes.CDLL) -> None:
+def _serve(maker: "Connection[Any, Any]", libc: ctypes.CDLL) -> None:
     """Load the function and answer requests until the maker closes its end of the socket."""
     own_pid = os.getpid()
 

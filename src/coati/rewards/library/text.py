@@ -1,7 +1,5 @@
 """Rewards that read only the completion. Each function takes options and returns the reward function."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Literal

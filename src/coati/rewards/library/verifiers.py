@@ -5,8 +5,6 @@ on the main thread only. Code that a signal cannot interrupt, such as a huge pow
 at the reward's deadline.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

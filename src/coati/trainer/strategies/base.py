@@ -1,7 +1,5 @@
 """The base of all strategies: place models, run backward and step over all ranks; stream, save and load weights."""
 
-from __future__ import annotations
-
 import os
 import random
 from abc import ABC, abstractmethod

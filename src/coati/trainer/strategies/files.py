@@ -4,8 +4,6 @@ Whole tensors are stored in safetensors files and settings in JSON, so any strat
 what another saved. Names, shapes and digests are checked before any tensor is changed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

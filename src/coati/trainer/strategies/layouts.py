@@ -3,8 +3,6 @@
 The ZeRO stages differ in when full weights and gradients are freed.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """This process as a rank of a distributed job: environment variables, device, and collective operations."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -31,7 +29,7 @@ class RankInfo(NamedTuple):
     """Host and port of rank 0; empty for a single process."""
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> RankInfo:
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "RankInfo":
         """Read the five variables; if none is set, return a single process.
 
         Raises ConfigError if only some are set or a value is invalid, because the ranks would hang.
