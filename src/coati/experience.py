@@ -26,6 +26,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -227,6 +228,34 @@ class Experience(_SampleFields):
         """Return sequences, attention mask and action mask; a mask that is None becomes all ones."""
         ones = torch.ones_like(self.sequences, dtype=torch.long)
         return self.sequences, ones if self.attention_mask is None else self.attention_mask, self.full_action_mask()
+
+    def sample_metrics(self, *, has_reference: bool = True) -> dict[str, float]:
+        """Return metrics of rewards, KL and lengths. An uncut response of at most one token counts as empty."""
+        if (num_samples := self.num_samples) == 0:
+            return {}
+        mask = self.full_action_mask()
+        lengths, reward = mask.sum(dim=1), self.reward.double()
+        metrics = {
+            "reward/mean": float(reward.mean()),
+            "reward/std": float(reward.std(correction=0)),
+            "reward/min": float(reward.min()),
+            "reward/max": float(reward.max()),
+            "response/length": float(lengths.double().mean()),
+        }
+        if has_reference:
+            kl = float(self.kl.double().masked_fill(~mask, 0.0).sum())
+            metrics |= {"kl/per_sample": kl / num_samples, "kl/per_token": kl / max(1.0, float(lengths.sum()))}
+        if self.group_ids is not None:
+            groups: dict[int, list[float]] = {}
+            for group, score in zip(self.group_ids.tolist(), reward.tolist(), strict=True):
+                groups.setdefault(group, []).append(score)
+            if compared := [scores for scores in groups.values() if len(scores) > 1]:
+                metrics["reward/group_std"] = float(np.mean([np.std(scores) for scores in compared]))
+                metrics["reward/equal_groups"] = float(np.mean([len({*scores}) == 1 for scores in compared]))
+        if (is_cut := self.is_cut) is not None:
+            metrics["response/cut_fraction"] = float(is_cut.double().mean())
+            metrics["response/empty"] = float((~is_cut & (lengths <= 1)).sum())
+        return metrics
 
     def age_metrics(self, trainer_version: int) -> dict[str, float]:
         """Return mean and maximum age of the samples, and mean age of the tokens, in versions; 0 if none is known.
