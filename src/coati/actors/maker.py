@@ -106,7 +106,6 @@ class Maker(Worker):
         try:
             with self._timeline.span("wait_weights"):
                 self._await_first_weights()
-            self.host.exclude_from_gc()
             self._timeline.take()  # the metrics of this loop exclude earlier time
             self.notify("on_loop_start")
             self.make_loop(dataloader_fn, num_epochs, num_steps).run()
