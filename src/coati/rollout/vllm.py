@@ -26,6 +26,7 @@ from coati.experience import Sample
 from coati.models.actor import action_logprobs, unwrap
 from coati.models.calls import context_length_of
 from coati.models.lora import plain_name
+from coati.models.memory import in_chunks
 from coati.models.packing import base_of
 from coati.randomness import keyed_generator
 from coati.rollout.engine import admitted
@@ -37,13 +38,13 @@ from coati.rollout.vllm_workers import (
     remove_shared_memory_at_exit,
     sum_of_bits,
     sums_of_bits,
-    weight_chunks,
 )
 from coati.weights.message import copy_all, layout, specs_of, tensor_views
 
 _CANARY_TOKENS = 32
 # Largest mean difference of log-probs that rounding can explain, in float32 and in narrower formats.
 _EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
+_CHUNK_BYTES = 256 * 2**20  # maximum size of a chunk of weights in shared memory
 _WORKER_SECONDS = 300.0  # deadline for a call of all workers; vLLM's own deadline for a step is the same
 
 
@@ -260,7 +261,7 @@ class VllmEngine:
         """Update the workers' weights as vLLM's `reload_weights` does, in chunks of memory that all workers map."""
         rpc = functools.partial(self._engine.collective_rpc, timeout=_WORKER_SECONDS)
         rpc(begin_update)
-        for chunk in weight_chunks(_merged_weights(base)):
+        for chunk in in_chunks(_merged_weights(base), _CHUNK_BYTES):
             specs = specs_of(chunk)
             size = layout(specs)[1]
             file = os.memfd_create("coati-weights")  # anonymous, so nothing is left behind if a process is killed
