@@ -245,7 +245,7 @@ class TrainingHealth:
     ) -> None:
         self.num_steps = 0
         self.num_skipped = 0
-        self._num_skipped_in_a_row = 0
+        self.num_skipped_in_a_row = 0
         self._models = models
         self._optimizers = optimizers
         self._strategy = strategy
@@ -256,19 +256,10 @@ class TrainingHealth:
                 f"{' and the '.join(broken) or 'model of another rank'}. Use another copy of the model."
             )
 
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Numbers of steps, skipped batches, and batches skipped in a row, for the checkpoint."""
-        return self.num_steps, self.num_skipped, self._num_skipped_in_a_row
-
-    @counts.setter
-    def counts(self, counts: Iterable[int]) -> None:
-        self.num_steps, self.num_skipped, self._num_skipped_in_a_row = counts
-
     def count_step(self) -> None:
         """Count an optimizer step; raise `TrainingDiverged` if it has made a weight NaN or infinite."""
         self.num_steps += 1
-        self._num_skipped_in_a_row = 0
+        self.num_skipped_in_a_row = 0
         trained = {label: [p for p in model.parameters() if p.requires_grad] for label, model in self._models.items()}
         broken = [label for label, weights in trained.items() if not _are_finite(weights)]
         if self._strategy.any_rank(bool(broken)):
@@ -280,7 +271,7 @@ class TrainingHealth:
     def count_skipped(self, experience: Experience, num_tokens: int, norms: Mapping[str, float]) -> None:
         """Count and log a skipped batch; raise `TrainingDiverged` after `MAX_SKIPPED_IN_A_ROW` in a row."""
         self.num_skipped += 1
-        self._num_skipped_in_a_row += 1
+        self.num_skipped_in_a_row += 1
         found = ", ".join(f"{label} {norm}" for label, norm in norms.items())
         ids = experience.sample_ids.tolist() if experience.sample_ids is not None else "unknown"
         logger.warning(
@@ -289,9 +280,9 @@ class TrainingHealth:
             found,
             ids,
         )
-        if self._num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        if self.num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise TrainingDiverged(
-                f"{self._num_skipped_in_a_row} batches in a row were skipped; the last had {num_tokens} response "
+                f"{self.num_skipped_in_a_row} batches in a row were skipped; the last had {num_tokens} response "
                 f"tokens and gradient norms {found}. {self._remedy()}"
             )
 

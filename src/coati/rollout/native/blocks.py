@@ -39,7 +39,7 @@ class FusedLinear:
         self._layers = list(layers)
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
-        self._pointers: tuple[int, ...] = ()
+        self._pointers: list[int] = []
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return the outputs of all layers, concatenated."""
@@ -51,26 +51,16 @@ class FusedLinear:
 
     def join(self) -> bool:
         """Fuse the weights unless they already are; return False for a single layer, or layers that cannot be fused."""
-        if not self._is_plain():
+        layers = self._layers
+        if len(layers) < 2 or not all(type(layer) is nn.Linear for layer in layers):
             return False
-        if self._pointers != self._addresses():  # first use, or the model was moved or reloaded
-            self._join()
+        if len({layer.bias is None for layer in layers}) > 1:
+            return False
+        if self._pointers != [layer.weight.data_ptr() for layer in layers]:  # first use, or the model was moved
+            self._weight = _joined([layer.weight for layer in layers])
+            self._bias = None if layers[0].bias is None else _joined([layer.bias for layer in layers])
+            self._pointers = [layer.weight.data_ptr() for layer in layers]
         return True
-
-    def _is_plain(self) -> bool:
-        has_bias = self._layers[0].bias is not None if type(self._layers[0]) is nn.Linear else False
-        are_alike = all(type(layer) is nn.Linear and (layer.bias is not None) == has_bias for layer in self._layers)
-        return are_alike and len(self._layers) > 1
-
-    def _addresses(self) -> tuple[int, ...]:
-        return tuple(layer.weight.data_ptr() for layer in self._layers)
-
-    @torch.no_grad()
-    def _join(self) -> None:
-        self._weight = _joined([layer.weight for layer in self._layers])
-        has_bias = self._layers[0].bias is not None
-        self._bias = _joined([layer.bias for layer in self._layers]) if has_bias else None
-        self._pointers = self._addresses()
 
 
 def product(layer: Any, inputs: Tensor) -> Tensor:
@@ -94,9 +84,8 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Move parameters into one tensor and make them views of it."""
     whole = torch.cat([parameter.detach() for parameter in parameters])
-    for parameter, part in zip(
-        parameters, torch.split(whole, [len(parameter) for parameter in parameters]), strict=True
-    ):
+    parts = torch.split(whole, [len(parameter) for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
         parameter.data = part
     return whole
 
