@@ -121,7 +121,16 @@ def check_items(items: Sequence[BufferItem]) -> None:
 def pad_items(items: Sequence[BufferItem]) -> Experience:
     """Pad and stack items that have been checked. See `make_experience_batch`."""
     prompts, responses = [item.num_prompt_tokens for item in items], [item.num_actions for item in items]
-    is_ragged = min(prompts) != max(prompts) or min(responses) != max(responses)
+    width_prompt, width_response = max(prompts), max(responses)
+    is_ragged = min(prompts) != width_prompt or min(responses) != width_response
+    device = items[0].sequences.device
+    tokens = _Padding(
+        starts=[width_prompt - length for length in prompts],
+        lengths=[prompt + response for prompt, response in zip(prompts, responses, strict=True)],
+        width=width_prompt + width_response,
+        device=device,
+    )
+    response_tokens = _Padding(starts=[0] * len(items), lengths=responses, width=width_response, device=device)
     fields: dict[str, Tensor | None] = {}
     for name in EXPERIENCE_FIELDS:
         tensors = [getattr(item, name) for item in items]
@@ -133,14 +142,26 @@ def pad_items(items: Sequence[BufferItem]) -> Experience:
         tensors = [_default(item, name) if found is None else found for item, found in zip(items, tensors, strict=True)]
         if name in PER_SAMPLE_FIELDS:
             fields[name] = torch.stack([tensor.reshape(()) for tensor in tensors])
-        elif name in PER_TOKEN_FIELDS:
-            of_prompts = [tensor[:size] for tensor, size in zip(tensors, prompts, strict=True)]
-            of_responses = [tensor[size:] for tensor, size in zip(tensors, prompts, strict=True)]
-            left = pad_sequence(of_prompts, batch_first=True, padding_side="left")
-            fields[name] = torch.cat([left, pad_sequence(of_responses, batch_first=True)], dim=1)
         else:
-            fields[name] = pad_sequence(tensors, batch_first=True)
+            fields[name] = (tokens if name in PER_TOKEN_FIELDS else response_tokens).padded(tensors)
     return Experience(**fields)  # type: ignore[arg-type]
+
+
+class _Padding:
+    """Positions of the entries of all rows in a padded batch, computed once for all fields of the same shape."""
+
+    def __init__(self, *, starts: list[int], lengths: list[int], width: int, device: torch.device) -> None:
+        self._shape = (len(lengths), width)
+        counts = torch.tensor(lengths, device=device)
+        # The entries of row r are contiguous from r·width + start.
+        begins = torch.arange(len(lengths), device=device) * width + torch.tensor(starts, device=device)
+        before = counts.cumsum(0) - counts
+        self._flat = torch.arange(sum(lengths), device=device) + (begins - before).repeat_interleave(counts)
+
+    def padded(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return one matrix of all rows, with 0 in the padding."""
+        entries = torch.cat(list(rows))
+        return entries.new_zeros(self._shape[0] * self._shape[1]).index_copy_(0, self._flat, entries).view(self._shape)
 
 
 def _default(item: BufferItem, name: str) -> Tensor:
