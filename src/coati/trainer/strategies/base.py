@@ -146,8 +146,7 @@ class Strategy(Ranks, ABC):
 
         With `max_norm` 0, or if the norm is not finite, gradients are left unchanged.
         """
-        if not max_norm >= 0:
-            raise ConfigError(f"max_grad_norm must be 0 or more, got {max_norm}. Use 0 to measure without clipping.")
+        assert max_norm >= 0
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         if isinstance(norm, DTensor):
