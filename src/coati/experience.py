@@ -51,8 +51,7 @@ class Sample:
     limit: int = 0  # maximum number of response tokens; below 1 if the prompt leaves no room
     seed: int = 0
     options: GenerateOptions = dataclasses.field(default_factory=lambda: _OPTIONS)
-    is_kept: bool = False
-    """Whether the engine keeps its slot and cache after the response, until `extend` or `cancel`."""
+    is_kept: bool = False  # whether the engine keeps its slot and cache after the response, until `extend` or `cancel`
     needs_log_probs: bool = True
     """False in evaluations, which read no log-probs. Allows all options; log-probs may be those after truncation."""
 
@@ -195,16 +194,19 @@ class Experience(_SampleFields):
     _num_dims = 2
 
     @classmethod
-    def empty(cls) -> Self:
-        """Return an experience without samples, for a rank that has no data while others do."""
-        tokens, ids = torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, dtype=torch.long)
-        scores, floats = torch.zeros(0), torch.zeros(0, 1)
+    def blank(cls, num_samples: int, *, like: Tensor = _NOTHING) -> Self:
+        """Return samples of one prompt token and one masked response token, with the float dtype and device of `like`.
+
+        A rank without data trains on 0 of them, or runs a pass over 1, while other ranks have data.
+        """
+        tokens, floats = like.new_zeros(num_samples, 2, dtype=torch.long), like.new_zeros(num_samples, 1)
+        ids, scores, mask = tokens[:, 0], floats[:, 0], torch.ones_like(tokens)
         return cls(
-            *(tokens, floats, floats, scores, floats, floats, tokens, floats.bool()),
+            *(tokens, floats, floats, scores, floats, floats, mask, floats.bool()),
             sample_ids=ids,
             group_ids=ids,
             policy_versions=floats.long(),
-            temperatures=scores,
+            temperatures=torch.ones_like(scores),
             reference_log_probs=floats,
             is_cut=scores.bool(),
         )

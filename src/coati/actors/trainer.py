@@ -147,7 +147,7 @@ class Trainer(Worker, ABC):
                     self._buffer.give_back(batch)
                 break
             if batch is None:
-                batch = Experience.empty()
+                batch = Experience.blank(0)
             self.train_on(batch)
             num_fresh += 1
             if keeps:

@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 
 LARGEST_PASS = 32768
 FIXED_PASS = 16384
-MAX_SKIPPED_IN_A_ROW = 10
-"""Number of consecutive skipped batches that ends training."""
+MAX_SKIPPED_IN_A_ROW = 10  # number of consecutive skipped batches that ends training
 
 
 class PassTooLarge(Exception):
@@ -42,12 +41,9 @@ class MicroBatch(NamedTuple):
     """The rows of one forward and backward pass."""
 
     part: Experience
-    advantages: Tensor
-    """[B, A] of these rows, as the policy loss takes them."""
-    tokens: int
-    """Its cost in tokens; see `row_tokens`."""
-    is_real: bool
-    """False for a dummy pass that keeps this rank in step with the others."""
+    advantages: Tensor  # [B, A] of these rows, as the policy loss takes them
+    tokens: int  # its cost in tokens; see `row_tokens`
+    is_real: bool  # False for a dummy pass that keeps this rank in step with the others
     is_last: bool
 
 
@@ -135,26 +131,9 @@ def micro_batches(
             part, tokens = experience.select(rows), sum(costs[rows])
             yield MicroBatch(part, advantages[rows], tokens, is_real=True, is_last=is_last)
         else:
-            part = _dummy_row(experience)
+            part = Experience.blank(1, like=experience.action_log_probs)
+            part.proximal_log_probs = part.action_log_probs
             yield MicroBatch(part, part.advantages, part.sequences.numel(), is_real=False, is_last=is_last)
-
-
-def _dummy_row(like: Experience) -> Experience:
-    """Return a batch of one row of two tokens, all masked, with the dtypes and device of `like`."""
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=like.sequences.device)
-    floats = like.action_log_probs.new_zeros(1, 1)
-    return Experience(
-        sequences=tokens,
-        action_log_probs=floats,
-        values=floats,
-        reward=floats[0],
-        kl=floats,
-        advantages=floats,
-        attention_mask=torch.ones_like(tokens),
-        action_mask=torch.zeros_like(floats, dtype=torch.bool),
-        reference_log_probs=floats,
-        proximal_log_probs=floats,
-    )
 
 
 @dataclasses.dataclass
@@ -164,8 +143,7 @@ class StepNumbers:
     All ranks must add the same names in the same order.
     """
 
-    shares: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """Summed over micro-batches and ranks."""
+    shares: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # summed over micro-batches and ranks
     maxima: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     moments: dict[str, MaskedMoments] = dataclasses.field(default_factory=dict)
 

@@ -50,7 +50,7 @@ def test_sample_metrics_by_hand(experience):
 
 
 def test_a_batch_without_samples_has_no_metrics():
-    assert Experience.empty().sample_metrics() == {}
+    assert Experience.blank(0).sample_metrics() == {}
 
 
 def test_cuts_are_reported_only_where_they_are_known(experience):
