@@ -1,19 +1,13 @@
-"""The ledger of a trainer: which maker makes which group, and in which order groups are trained on.
-
-A lease is the right and duty to make one group of samples. Makers request leases, and the ledger grants as many as two
-limits allow:
-
-* `lead`: at most (lead + 1) versions' worth of samples are granted and not trained on. It decides how fresh data is.
-* `max_staleness`, η: a lease granted to a maker that serves version v has the deadline v + η, the last version at which
-  it may be trained on. It is granted only if every group that is not picked yet can still meet its own deadline.
-
-Delivered groups are picked for training earliest deadline first. A group may overtake others only while those can still
-meet their deadlines. So the trainer waits for a slow group only in the last batch that may contain it, and no sample is
-older than η versions. With η = 0, groups are picked in the order of their numbers, so a run is bit-reproducible.
+"""The ledger of a trainer: which maker makes which group, and in which order groups are trained on (docs/ledger.md).
 
     requested ──► open ──► delivered ──► picked ──► trained
                  ▲    │ └──► dropped or quarantined (another group takes its place)
                  └────┘ returned: its maker died, left, stalled, or is too slow
+
+Two limits decide how many leases are granted. `lead`: at most (lead + 1) versions' worth of samples are granted and not
+trained on. `max_staleness`, η: a lease granted to a maker that serves version v has the deadline v + η, the last
+version at which it may be trained on, and is granted only if every group that is not picked yet can still meet its own.
+Delivered groups are picked earliest deadline first, ahead of others only while those can still meet their deadlines.
 
 Every change is an event (`Ledger.events`). Replaying the events reproduces the ledger.
 """
@@ -267,7 +261,7 @@ class Ledger:
 
     def _may_pick(self, deadline: int, number: int) -> bool:
         """Whether a delivered group may be picked now, ahead of groups that are not delivered yet."""
-        if self.rules.is_on_policy:
+        if self.rules.max_staleness == 0:
             return number == min(number for number, record in self._records.items() if record.state != "picked")
         due = 0
         for earlier in sorted(one for one in self._due if one < deadline):
