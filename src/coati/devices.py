@@ -10,8 +10,7 @@ import torch
 
 from coati.errors import AcceleratorFailed, CoatiError, OutOfMemory
 
-HOST_MEMORY = "DefaultCPUAllocator"
-"""Part of torch's error message when host memory ran out."""
+HOST_MEMORY = "DefaultCPUAllocator"  # part of torch's error message when host memory ran out
 _OUT_OF_MEMORY = ("out of memory", "Cannot allocate memory", "ALLOC_FAILED", HOST_MEMORY)
 _GPU_FAILURE = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "CUDNN_STATUS", "Triton Error")
 

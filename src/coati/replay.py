@@ -30,8 +30,7 @@ from coati.monitor.run_log import RunLog
 from coati.run_folder import resumed_settings
 from coati.synchronous import SynchronousRun
 
-_Weights = dict[str, dict[str, Tensor]]
-"""Tensors by the label of their model and their name."""
+_Weights = dict[str, dict[str, Tensor]]  # tensors by the label of their model and their name
 
 _DIGITS = 8  # hexadecimal digits in the digest of one tensor
 

@@ -33,10 +33,8 @@ from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_source import WorkSource
 from coati.peers import wait_in_slices
 
-# Polling interval for rewards while the loop waits for something else.
-_POLL_SECONDS: Final = 0.02
-# Polling interval for a stop while the loop waits for prompts and nothing is pending.
-_SLICE_SECONDS: Final = 0.5
+_POLL_SECONDS: Final = 0.02  # polling interval for rewards while the loop waits for something else
+_SLICE_SECONDS: Final = 0.5  # polling interval for a stop while the loop waits for prompts and nothing is pending
 # Fraction of all slots that must be free before the loop requests prompts. Small requests and prefills are inefficient.
 _MIN_FREE_FRACTION: Final = 1 / 8
 

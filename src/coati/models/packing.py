@@ -41,8 +41,7 @@ PACKED_MODEL_TYPES = (
     "opt",
 )  # fmt: skip
 
-MIN_SHARED_TOKENS = 4
-"""Minimum length of a shared prefix that is worth its bookkeeping."""
+MIN_SHARED_TOKENS = 4  # minimum length of a shared prefix that is worth its bookkeeping
 _MAX_TOKENS_PER_SHARED = 8  # at least one in this many tokens must be shared
 
 

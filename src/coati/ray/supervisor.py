@@ -31,8 +31,7 @@ from coati.run_folder import StartingPoint, choose_start, continue_files
 logger = logging.getLogger(__name__)
 
 _LAST_FETCH_SECONDS = 5.0
-NAME_SECONDS = 0.5
-"""Time until Ray frees the name of a killed actor."""
+NAME_SECONDS = 0.5  # time until Ray frees the name of a killed actor
 # How long to wait, after a rank raised, for Ray to report the death of another rank, which may be the cause.
 _DEATH_SECONDS = 20.0
 

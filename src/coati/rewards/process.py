@@ -49,8 +49,7 @@ _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from coati.rewards.process import main_of_child
 main_of_child(int(sys.argv[2]))"""
-START_SECONDS = 120.0
-"""Deadline for starting a child, which includes the import of the function."""
+START_SECONDS = 120.0  # deadline for starting a child, which includes the import of the function
 _END_SECONDS = 5.0
 _ANSWER_BYTES = 1 << 20  # without verdicts
 _VERDICT_BYTES = 1 << 16

@@ -39,10 +39,8 @@ class StepCounts(NamedTuple):
 
     tokens: Tensor
     sequences: Tensor
-    max_response_tokens: int = 0
-    """The divisor of `algorithm.normalization = "constant"`."""
-    positive_tokens: Tensor | float = 0.0
-    """Tokens of responses with a reward above 0."""
+    max_response_tokens: int = 0  # the divisor of `algorithm.normalization = "constant"`
+    positive_tokens: Tensor | float = 0.0  # tokens of responses with a reward above 0
 
 
 def policy_objective(

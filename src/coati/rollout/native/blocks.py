@@ -14,8 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from coati.models.tiles import active_tile, batch_invariant, tiled_linear
 
-# Slots per matrix product on a CPU; see `coati.models.tiles`.
-SLOT_TILE = 32
+SLOT_TILE = 32  # slots per matrix product on a CPU; see `coati.models.tiles`
 
 
 def tiled(num_slots: int) -> int:
@@ -94,22 +93,15 @@ class Block(NamedTuple):
     """One decoder block: attention and MLP."""
 
     norm: Any
-    projections: FusedLinear
-    """Queries, keys and values."""
-    head_norms: tuple[Any, Any] | None
-    """Norms of the query heads and the key heads (Qwen3, Gemma 3)."""
-    rotation: str
-    """Name of its rotary embedding, one of `Body.rotations`."""
-    window: int | None
-    """Number of tokens that attention sees, including the current one; None for all."""
+    projections: FusedLinear  # queries, keys and values
+    head_norms: tuple[Any, Any] | None  # norms of the query heads and the key heads (Qwen3, Gemma 3)
+    rotation: str  # name of its rotary embedding, one of `Body.rotations`
+    window: int | None  # number of tokens that attention sees, including the current one; None for all
     output: Any
-    output_norm: Any | None
-    """Norm of the attention output (Gemma 3)."""
-    mlp_norm: Any | None
-    """None if the MLP has the same input as attention (Phi)."""
+    output_norm: Any | None  # norm of the attention output (Gemma 3)
+    mlp_norm: Any | None  # None if the MLP has the same input as attention (Phi)
     up: FusedLinear
-    is_gated: bool
-    """Whether `up` returns gate and up, concatenated."""
+    is_gated: bool  # whether `up` returns gate and up, concatenated
     activation: Any
     down: Any
     down_norm: Any | None
@@ -143,15 +135,13 @@ class Block(NamedTuple):
 class Body(NamedTuple):
     """A decoder without its token embedding and output head."""
 
-    positions: Any | None
-    """Learned position embeddings (GPT-2, OPT)."""
+    positions: Any | None  # learned position embeddings (GPT-2, OPT)
     rotary: Any | None
     rotations: tuple[str, ...]
     """Layer types with different rotary embeddings (Gemma 3), else one empty name for all layers."""
     blocks: list[Block]
     norm: Any
-    attention: Any
-    """Attention module of the first layer; all layers have the same head geometry."""
+    attention: Any  # attention module of the first layer; all layers have the same head geometry
 
     @classmethod
     def of(cls, model: Any) -> "Body":

@@ -14,10 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Vocabulary entries per program when a token is drawn.
-_DRAW_BLOCK = 2048
-# Cache positions per step of attention. The page size is a multiple of it.
-_KEY_BLOCK = 64
+_DRAW_BLOCK = 2048  # vocabulary entries per program when a token is drawn
+_KEY_BLOCK = 64  # cache positions per step of attention. The page size is a multiple of it.
 # Maximum number of parts that a text is read in, and the minimum number of positions per part.
 _MOST_PARTS = 8
 _LEAST_PART = 256

@@ -22,11 +22,9 @@ class RankInfo(NamedTuple):
     """The rank of this process in the job, as given by the five environment variables."""
 
     rank: int = 0
-    local_rank: int = 0
-    """Index of this process on its machine, from 0."""
+    local_rank: int = 0  # index of this process on its machine, from 0
     world_size: int = 1
-    rendezvous: str = ""
-    """Host and port of rank 0; empty for a single process."""
+    rendezvous: str = ""  # host and port of rank 0; empty for a single process
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "RankInfo":
