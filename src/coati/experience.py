@@ -14,10 +14,6 @@ A sample takes these forms on its way from prompt to gradient:
     Experience          trainer                         items of several makers, padded again
     MicroBatch          trainer     trainer/            the rows of one pass
     PackedRows          both        models/             rows joined end to end, for training and scoring passes
-
-Engines have their own buffers for the samples they generate. Rewards answer a request with `PendingScores` (a `Verdict`
-per sample). `PackedRows.actions` marks the packed tokens that are scored. A `Lease` is the right to make one group: the
-samples of a prompt if the algorithm compares them, otherwise one sample.
 """
 
 import dataclasses
@@ -368,8 +364,7 @@ def _to_wire(items: Sequence[BufferItem]) -> _WireItems:
 
 def _from_wire(wire_items: _WireItems) -> list[BufferItem]:
     fields, senders = wire_items
-    # Arrays from the object store are read-only, so copy them; the items share the copy.
-    items = separate_items({name: decode(wire, copy=True) for name, wire in fields.items()})
+    items = separate_items({name: decode(wire) for name, wire in fields.items()})
     for item, sent in zip(items, senders, strict=True):
         item.delivery_id, item.lease, item.scored_by = sent
     return items
