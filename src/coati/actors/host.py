@@ -62,8 +62,7 @@ class Report(NamedTuple):
 class Worker:
     """A trainer or a maker. `stop`, `progress` and `report` may be called from other threads while the loop runs."""
 
-    host_class: Callable[[], Host] = Host
-    """Creates the host if none is passed."""
+    host_class: Callable[[], Host] = Host  # creates the host if none is passed
 
     def __init__(self, host: Host | None, callbacks: Sequence[MakerCallback | TrainerCallback], *, debug: bool) -> None:
         self.host = host or self.host_class()

@@ -32,8 +32,7 @@ _MEMORY_REMEDY = "Give the trainer more of the GPU (topology.gpus_per_trainer), 
 class Trainer(Worker, ABC):
     """Trains on experience that makers push into its buffer."""
 
-    has_reference = True
-    """Whether makers measure the KL to a reference model."""
+    has_reference = True  # whether makers measure the KL to a reference model
 
     def __init__(
         self,
@@ -80,8 +79,7 @@ class Trainer(Worker, ABC):
         """Train on `total_steps` fresh batches, and send the makers new weights after every `update_steps`.
 
         The first epoch of an episode trains on batches as they arrive; further epochs repeat them in shuffled order.
-        If all makers finish early, `fit` trains on the remaining samples and ends. After `stop()` it ends before the
-        next batch.
+        If all makers finish early, `fit` trains on the remaining samples. After `stop()` it ends before the next batch.
         """
         numbers = {"total_steps": total_steps, "update_steps": update_steps, "train_epochs": train_epochs}
         for name, value in numbers.items():

@@ -38,8 +38,7 @@ class SampleBuffer(ABC):
 
     def __init__(self, sample_batch_size: int) -> None:
         self.sample_batch_size = sample_batch_size
-        self.last_progress = 0.0
-        """Monotonic time at which a maker last reported that it is busy with other work."""
+        self.last_progress = 0.0  # monotonic time at which a maker last reported that it is busy with other work
         self.num_sampled = 0  # samples returned in batches
         self.num_made = 0  # leased samples delivered and accepted
         # Guards all state. Never held while waiting for room or for a batch.
@@ -140,6 +139,7 @@ class LeasedBuffer(SampleBuffer):
         """`open_journal` is called when the first event is written, because actors start before the run's folder is
         ready. `incarnation` is the number of times the trainer was restarted."""
         super().__init__(sample_batch_size)
+        self.rules = rules
         self._ledger = Ledger(rules)
         self._incarnation = incarnation
         self._open_journal = open_journal
@@ -149,11 +149,6 @@ class LeasedBuffer(SampleBuffer):
         self._delivered: dict[int, list[BufferItem]] = {}  # by lease number
         self._picked: deque[BufferItem] = deque()  # picked and not yet in a batch
         self._in_training: dict[int, list[BufferItem]] = {}  # picked and not yet trained on, by lease number
-
-    @property
-    def rules(self) -> LedgerRules:
-        """The rules of the ledger."""
-        return self._ledger.rules
 
     def lease(self, request: LeaseRequest) -> list[Lease]:
         """Grant leases to a maker; none if its weights come from another incarnation of the trainers."""

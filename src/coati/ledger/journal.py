@@ -250,7 +250,8 @@ def _scan(path: Path, data: bytes) -> tuple[list[list[Event]], int]:
     records: list[list[Event]] = []
     start = good = 0
     for line in io.BytesIO(data):
-        if (is_whole := _is_whole(line)) and start != good:
+        is_whole = line.endswith(b"\n") and line[:9] == b"%08x " % zlib.crc32(line[9:-1])
+        if is_whole and start != good:
             raise CheckpointError(
                 f"The journal {str(path)!r} is damaged at byte {good}: the record there does not match its checksum, "
                 f"and there are good records after it, from byte {start}. Restore the file from a backup. Without one, "
@@ -261,7 +262,3 @@ def _scan(path: Path, data: bytes) -> tuple[list[list[Event]], int]:
             records.append(json.loads(line[9:]))
             good = start
     return records, good
-
-
-def _is_whole(line: bytes) -> bool:
-    return line.endswith(b"\n") and line[:9] == b"%08x " % zlib.crc32(line[9:-1])

@@ -63,7 +63,7 @@ class Ledger:
         self.num_dropped = 0  # numbers dropped or quarantined
         self.num_trained = 0  # samples
         self._records: dict[int, LeaseRecord] = {}
-        self._picked: deque[int] = deque()  # numbers picked and not yet trained on
+        self.picked: deque[int] = deque()  # numbers picked and not yet trained on, in this order
         self._returned: list[int] = []  # numbers
         self._delivered: list[tuple[int, int]] = []  # heap of (deadline, number)
         self._due: Counter[int] = Counter()  # samples open or delivered, by deadline
@@ -184,11 +184,6 @@ class Ledger:
 
     # Calls of the trainer
 
-    @property
-    def picked(self) -> list[int]:
-        """Numbers of the groups picked and not yet trained on, in the order of picking."""
-        return list(self._picked)
-
     def pick(self) -> int | None:
         """Pick the next group to train on and return its number; None if it is not delivered yet."""
         if not self._delivered or not self._may_pick(*self._delivered[0]):
@@ -200,8 +195,7 @@ class Ledger:
     def mark_trained(self, version: int, samples: int | None = None) -> None:
         """Record that the groups picked for the versions before `version` have been trained on.
 
-        `samples` is the total number of samples trained on in the run, which a stop may leave below the number picked;
-        None for all of those versions.
+        `samples` is the number of samples trained on in the run; None for all picked, which a stop may leave above it.
         """
         due = min(self.num_picked, version * self.rules.samples_per_version)
         self._change({"train": version, "samples": due if samples is None else samples})
@@ -306,7 +300,7 @@ class Ledger:
         elif kind == "pick":
             record.state = "picked"
             heapq.heappop(self._delivered)  # the picked group is always the first
-            self._picked.append(record.number)
+            self.picked.append(record.number)
             self.num_picked += self.rules.group_size
             self._count_due(record, -self.rules.group_size)
         else:  # dropped or quarantined
@@ -318,7 +312,7 @@ class Ledger:
         self.version = version
         size = self.rules.group_size
         for _ in range(-(-samples // size) - -(-self.num_trained // size)):  # after a stop, the last may be partial
-            del self._records[self._picked.popleft()]
+            del self._records[self.picked.popleft()]
         self.num_trained = samples
 
     def _count_due(self, record: LeaseRecord, samples: int) -> None:
@@ -332,7 +326,7 @@ class Ledger:
     def state(self) -> dict[str, Any]:
         """Return the state as JSON values. The speeds of makers are not included; they are measured again."""
         records = [dataclasses.asdict(record) for record in self._records.values()]
-        return {**{name: getattr(self, name) for name in _COUNTERS}, "picked": list(self._picked), "works": records}
+        return {**{name: getattr(self, name) for name in _COUNTERS}, "picked": list(self.picked), "works": records}
 
     @classmethod
     def restored(cls, rules: LedgerRules, state: Mapping[str, Any], *, first_epoch: int = 0) -> Self:
@@ -344,7 +338,7 @@ class Ledger:
         ledger._first_epoch = first_epoch
         for name in _COUNTERS:
             setattr(ledger, name, int(state[name]))
-        ledger._picked = deque(state["picked"])
+        ledger.picked = deque(state["picked"])
         for fields in state["works"]:
             record = ledger._records[fields["number"]] = LeaseRecord(**fields)
             if record.state in ("open", "returned"):

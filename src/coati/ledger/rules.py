@@ -48,8 +48,7 @@ class LeaseRequest(NamedTuple):
 class LedgerRules:
     """What one trainer consumes, and how far makers may run ahead of it.
 
-    Trainer number `stream` of `num_streams` owns every `num_streams`-th lease number of the run. (These names are part
-    of the journal's format.)
+    Trainer number `stream` of `num_streams` owns every `num_streams`-th lease number. The journal has these names.
     """
 
     samples_per_version: int

@@ -73,6 +73,7 @@ class PPOLearner:
             if model is not None:
                 optimizer = make_optimizer(optimizer_class, model, rate)
                 self.models[label], self.optimizers[label] = strategy.prepare((model, optimizer))
+        self.actor, self.critic = self.models["actor"], self.models.get("critic")  # as wrapped by the strategy
         for model in self.models.values():
             if train.compile:
                 compile_blocks(model)
@@ -90,16 +91,6 @@ class PPOLearner:
             )
             for optimizer in self.optimizers.values()
         ]
-
-    @property
-    def actor(self) -> nn.Module:
-        """The policy, as wrapped by the strategy."""
-        return self.models["actor"]
-
-    @property
-    def critic(self) -> nn.Module | None:
-        """The critic, as wrapped by the strategy; None if there is none."""
-        return self.models.get("critic")
 
     def step(self, experience: Experience) -> dict[str, float]:
         """Train on one batch and return metrics, including `actor_loss` and, with a critic, `critic_loss`.

@@ -51,11 +51,9 @@ class Strategy(Ranks, ABC):
         compute_dtype: bfloat16 for mixed precision: weights, gradients and optimizer state keep the model's dtype.
     """
 
-    optimizer_class: type[Optimizer] = torch.optim.Adam
-    """The optimizer class that learners should use."""
+    optimizer_class: type[Optimizer] = torch.optim.Adam  # the optimizer class that learners should use
 
-    shards_parameters = False
-    """Whether parameters are sharded, so that no rank holds a whole model."""
+    shards_parameters = False  # whether parameters are sharded, so that no rank holds a whole model
 
     def __init__(
         self,
@@ -80,8 +78,7 @@ class Strategy(Ranks, ABC):
     def model_init_context(self) -> AbstractContextManager[None]:
         """Return a context in which to build the models to train, on the CPU; `prepare` moves them to the device.
 
-        With sharded parameters, `Actor` and `Critic` load weights on rank 0 only; `prepare` broadcasts them block by
-        block.
+        With sharded parameters, `Actor` and `Critic` load weights on rank 0 only, which `prepare` broadcasts by block.
         """
         return shapes_only() if self.shards_parameters and self.rank > 0 else nullcontext()
 
@@ -209,8 +206,7 @@ class Strategy(Ranks, ABC):
     def model_writer(self, model: nn.Module, *, into: dict[str, Tensor] | None = None) -> Callable[[Path], None]:
         """Gather a model in rank 0's host memory; return a function with which rank 0 writes it into a folder.
 
-        With `into`, the copies go to these buffers, which are created on first use and reused; the function may then
-        run later, in another thread.
+        With `into`, the copies go to these buffers, made on first use; the function may then run later, in a thread.
         """
         module = self.unwrap_model(model)
         chunks, tied = iter_state_chunks(module, names=names_to_save(module)), tied_names(module)

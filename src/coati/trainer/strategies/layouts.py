@@ -109,8 +109,7 @@ _swapped: ContextVar[AbstractContextManager[object]] = ContextVar("swapped")
 class ShardedStrategy(Strategy):
     """Keeps one shard of parameters, gradients and optimizer state on every rank between steps.
 
-    With `cpu_offload`, the shards are in host memory, where the optimizer also steps. See `Strategy` for the other
-    options.
+    With `cpu_offload`, the shards are in host memory, where the optimizer also steps. `Strategy` has the other options.
     """
 
     optimizer_class = HybridAdam

@@ -55,8 +55,7 @@ class Ranks:
         self.timeout_seconds = timeout_seconds
         info = RankInfo.from_env()
         self.rank, self.world_size = info.rank, info.world_size
-        self.device = choose_device(device, info.local_rank)
-        """The device of models and batches."""
+        self.device = choose_device(device, info.local_rank)  # the device of models and batches
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         is_in_group = self.world_size > 1 or needs_group
