@@ -1,8 +1,7 @@
 """Importance weights, for training on data that an older policy sampled.
 
 The *behavior* policy sampled the tokens, the *proximal* policy is the one that the step starts from, and the *current*
-policy is being trained. Decoupled PPO is `policy_loss` with ratios relative to the proximal policy and with advantages
-multiplied by importance weights.
+policy is being trained. Decoupled PPO takes ratios to the proximal policy, and multiplies advantages by these weights.
 
 With d = log policy(token) - log behavior(token), the weight of a token is w = exp(d). The weight of a response is
 exp(Σ d), or the geometric mean exp(Σ d / n). Unbiased weights have high variance, so w is truncated to min(w, cap)

@@ -1,10 +1,9 @@
 """Losses: surrogates for the policy, the critic's loss, KL estimates, and the weighting of tokens.
 
 A surrogate is a token's contribution to the objective, given its ratio r = policy / behavior and its advantage A
-(docs/algorithms.md compares them). On-policy, where r = 1, all have the gradient A · ∇log π. Denominators
-(`num_tokens`, `num_sequences`) count the whole optimizer step and are passed in, so that losses, fractions and
-gradients of micro-batches add up; a denominator of 0 gives 0, not nan. Only the first argument of each loss is
-differentiated.
+(docs/algorithms.md compares them). On-policy, where r = 1, all have the gradient A · ∇log π. Denominators count the
+whole optimizer step and are passed in, so that losses, fractions and gradients of micro-batches add up; a denominator
+of 0 gives 0, not nan. Only the first argument of each loss is differentiated.
 """
 
 import math
@@ -221,8 +220,7 @@ def kl_estimate(
     """Return Schulman's per-token estimate of KL(policy || reference), `[B, T]`, zeros on padding.
 
     With d = log policy(token) - log reference(token), k1 is d (unbiased), k2 is d² / 2 (never negative) and k3 is
-    exp(-d) - 1 + d (both). In a loss only k2 has the gradient of the KL in expectation: that of k1 averages to zero,
-    and that of k3 follows the reverse KL.
+    exp(-d) - 1 + d (both). In a loss only k2 has the KL's gradient: k1's averages to zero, k3's follows the reverse KL.
 
     >>> logprobs, reference = torch.tensor([[-1.0, 7.0]]), torch.tensor([[-1.5, float("nan")]])
     >>> kl_estimate(logprobs, reference, torch.tensor([[True, False]]), kind="k1").tolist()
@@ -235,8 +233,7 @@ def kl_estimate(
         return difference
     if kind == "k2":
         return 0.5 * difference.square()
-    # expm1 keeps the digits that exp(-d) - 1 loses for small d. CUDA's may be off by one ulp, which would make the sum
-    # negative; hence the clamp.
+    # expm1 keeps the digits that exp(-d) - 1 loses for small d. CUDA's may be off by one ulp; hence the clamp.
     return ((-difference).expm1() + difference).clamp(min=0.0)
 
 

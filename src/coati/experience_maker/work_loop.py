@@ -7,11 +7,9 @@
 
 Complete groups are scored in passes. They are delivered between tokens, in the order in which they were scored, when
 their rewards are ready and trainers have room. At most `source.capacity` samples wait for rewards before no more
-prompts are requested. Makers that only have `make_experience`, and data loaders, work on whole batches: the next batch
-starts when the last one is scored.
+prompts are requested. Makers that only have `make_experience`, and data loaders, work on whole batches, one at a time.
 
-Prompts are requested on a background thread, and only when they can start: a lease held idle could not go to a faster
-maker.
+Prompts are requested on a background thread, and only when they can start: a faster maker could use an idle lease.
 """
 
 import dataclasses

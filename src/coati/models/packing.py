@@ -151,8 +151,7 @@ class PackedRows:
     def actions(self, num_actions: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return index among the N, row and column of the tokens to score, [n] each.
 
-        These are the tokens in the last `num_actions` columns, except the first token of a row; columns count from the
-        first of these.
+        These are the tokens in the last `num_actions` columns, counted from 0, except the first token of a row.
         """
         columns = self.indices % self.shape[1] - (self.shape[1] - num_actions)
         at = ((columns >= 0) & (self.positions > 0)).nonzero().squeeze(1)

@@ -104,8 +104,7 @@ class RowReader:
     """Reads the rows of a run while it writes them, each with the samples that belong to it.
 
     The samples of a weight version belong to the row that has the makers' metrics of this version. When a run continues
-    from an earlier step, its files are replaced. They are then read from the start, without rows up to `seen`, the
-    `time` of the last row read.
+    from an earlier step, its files are replaced. They are then read from the start, skipping times up to `seen`.
     """
 
     def __init__(self, folder: Path, seen: float = 0.0) -> None:

@@ -4,8 +4,7 @@
     trainer    loading ─► loaded ─► syncing ─► synced ─► training ─► trained
 
 An actor is loaded when it answers its first call. Trainers hear of a maker only then, because an update would wait for
-a maker that is still loading. A maker is working once it has its first weights. All trainers of a group change state
-together.
+a maker that is still loading. A maker is working once it has its first weights. All trainers change state together.
 
 Each turn creates missing makers, whether they died or the target number rose (`coati scale`), and stops surplus ones.
 The leases of a maker that is gone or unresponsive are reassigned. If a trainer dies, all trainers restart from the

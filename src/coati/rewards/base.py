@@ -22,8 +22,7 @@ class RewardRequest:
     """A batch of finished samples, as texts for functions and as tokens for models.
 
     `prompts` and `completions` are texts, or functions that return them, called on first use. `columns` are the other
-    columns of the dataset, B values each. `sequences`, [B, S], are left-padded prompts followed by responses; S = 0 if
-    only the texts are known.
+    columns of the dataset, B values each. `sequences`, [B, S], are left-padded prompts, then responses, or S = 0.
     """
 
     def __init__(

@@ -219,8 +219,7 @@ def _number(index: int, value: Any) -> float:
 def _imported(name: str, search_paths: Sequence[Path]) -> Callable[..., Any]:
     """Import "module:function".
 
-    The search paths are first in `sys.path` during the import. Afterwards they are last, because a function may import
-    neighbouring modules when it is called.
+    The search paths are first in `sys.path` during the import, and last afterwards, for imports in the function.
     """
     module_name, _, attribute = name.partition(":")
     if not all(map(str.isidentifier, (attribute, *module_name.split(".")))):

@@ -69,8 +69,7 @@ class _Answer(BaseModel, strict=True):
 class RewardProcess:
     """A reward function in a child process, which is started at once and kept between calls.
 
-    `function` is a name, with `options`, or a function at the top level of a module. Raises ConfigError if the child
-    cannot import it.
+    `function` is a name, with `options`, or a function at the top level of a module. ConfigError if not importable.
     """
 
     def __init__(

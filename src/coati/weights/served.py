@@ -78,8 +78,7 @@ class ServedModels:
                 try:
                     self._commit_if_free()
                 except WeightUpdateError as error:
-                    # The work that ends here used intact weights and must not be lost. The next `use` raises the fault,
-                    # and so does a wait for this version.
+                    # The work that ends here used intact weights and must not be lost. The next `use` raises the fault.
                     logger.error("%s", error)
 
     def newest_weights(self, module: str) -> dict[str, Tensor]:

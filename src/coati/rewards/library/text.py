@@ -13,8 +13,7 @@ Unit = Literal["tokens", "words", "characters"]
 def regex(*, pattern: str, whole: bool = False, seconds: float = 1.0) -> Callable[..., list[Verdict]]:
     """Score 1 if the pattern is found (with `whole`, if it matches the whole text), else 0.
 
-    The syntax is that of the package `regex`, a superset of Python's. A search that takes more than `seconds` is a
-    failure on that sample.
+    The syntax is that of the package `regex`, a superset of Python's. A search longer than `seconds` is a failure.
     """
     package = needed_package("regex")
     try:

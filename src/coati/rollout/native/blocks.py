@@ -26,8 +26,7 @@ class FusedLinear:
     """`torch.cat([layer(x) for layer in layers], dim=-1)`, in one product where the layers allow it.
 
     The weights of the layers are moved once into one matrix, and become views of its rows. So an in-place weight update
-    of the model also updates the matrix, and no weight is stored twice. Layers that are not a plain nn.Linear (LoRA
-    adapters) are called one by one.
+    of the model also updates the matrix, and no weight is stored twice. Other layers (LoRA) are called one by one.
 
     >>> layers = [nn.Linear(4, 2), nn.Linear(4, 3)]
     >>> FusedLinear(layers)(torch.zeros(1, 4)).shape
