@@ -1,7 +1,4 @@
-"""`coati.train`: the command `coati train` as a Python function.
-
-Fast to import: torch and Ray are imported when a run starts.
-"""
+"""`coati.train`: the command `coati train` as a function. Fast to import: torch and Ray come when a run starts."""
 
 import contextlib
 import dataclasses

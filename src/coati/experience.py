@@ -256,10 +256,7 @@ class Experience(_SampleFields):
         return metrics
 
     def age_metrics(self, trainer_version: int) -> dict[str, float]:
-        """Return mean and maximum age of the samples, and mean age of the tokens, in versions; 0 if none is known.
-
-        A sample is as old as its oldest token.
-        """
+        """Return mean and maximum age of samples (their oldest token) and mean age of tokens, in versions, or 0."""
         ages = dict.fromkeys(("train/age_mean", "train/age_max", "train/token_age_mean"), 0.0)
         if self.policy_versions is None:
             return ages

@@ -107,10 +107,7 @@ class ReplayedRun(SynchronousRun):
             self._picked += self._made.pop(number)
 
     def _keep_weights(self, event: Event) -> None:
-        """Send the weights to the maker, and store a copy of them.
-
-        A maker that joined late may have received others, in the middle of a version.
-        """
+        """Send the weights to the maker and keep a copy. Makers that joined in mid-version may have had others."""
         version = event["publish"]
         self._published = event
         self._sender.send(version, fully_update=True)  # which calls `_note_weights`

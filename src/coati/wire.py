@@ -1,7 +1,6 @@
 """The wire format of tensors: a numpy array of the same bytes, and the name of the dtype.
 
-Ray transfers numpy arrays without copying, 16 times faster than torch tensors. numpy has no bfloat16 or float8, hence
-the dtype's name.
+Ray transfers numpy arrays without copying, 16 times faster than torch tensors. numpy lacks bfloat16 and float8.
 """
 
 from typing import NamedTuple

@@ -330,8 +330,7 @@ class LeasedBuffer(SampleBuffer):
 def written_by(item: BufferItem) -> list[int]:
     """Return the versions of a sample's tokens, run-length encoded.
 
-    The list holds the version of the first token, then for each change the index of the token and its version. Token
-    versions 3, 3, 4 give [3, 2, 4].
+    That is the version of the first token, then index and version of each change: 3, 3, 4 give [3, 2, 4].
     """
     versions = [] if item.policy_versions is None else item.policy_versions.tolist()
     pairs = enumerate(itertools.pairwise(versions), start=1)

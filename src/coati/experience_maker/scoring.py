@@ -70,10 +70,7 @@ class GapWatch:
 
     @torch.no_grad()
     def measure(self, actor: nn.Module, experience: Experience, *, version: int) -> dict[str, Metric]:
-        """Return metrics of the gap, once per version.
-
-        Rows that contain tokens of older weights are left out, because one pass cannot recompute them.
-        """
+        """Return metrics of the gap, once per version, of rows that one pass can recompute: without older tokens."""
         if version == self._measured:
             return {}
         sequences, attention_mask, mask = experience.tokens_and_masks()

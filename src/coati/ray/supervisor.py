@@ -127,10 +127,7 @@ class Supervisor:
     # The state machine
 
     def turn(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a job to end, and as long for reports; then react to all changes.
-
-        Raises the error if one of them ends the run.
-        """
+        """Wait up to `timeout` seconds for a job to end, and again for reports; react, or raise what ends the run."""
         if not self.actors:
             time.sleep(timeout)
         for actor in self.actors:

@@ -217,10 +217,7 @@ def _number(index: int, value: Any) -> float:
 
 
 def _imported(name: str, search_paths: Sequence[Path]) -> Callable[..., Any]:
-    """Import "module:function".
-
-    The search paths are first in `sys.path` during the import, and last afterwards, for imports in the function.
-    """
+    """Import "module:function", with the search paths first in `sys.path`, and last afterwards, for later imports."""
     module_name, _, attribute = name.partition(":")
     if not all(map(str.isidentifier, (attribute, *module_name.split(".")))):
         close = difflib.get_close_matches(name, LIBRARY, n=1)

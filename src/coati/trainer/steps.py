@@ -53,8 +53,7 @@ class PassSize:
     "auto" starts with `LARGEST_PASS` on a GPU (larger passes are not faster) and halves it when a pass runs out of
     memory. If a single sample does, it calls `checkpoint` to turn on activation checkpointing, and starts again at the
     first size. Where a step cannot start over, "auto" is always `FIXED_PASS`: with several ranks, which wait for each
-    other in a pass, and with sharded parameters, because FSDP2 cannot abort a pass. On a CPU it starts with
-    `FIXED_PASS`.
+    other in a pass, and with sharded parameters, because FSDP2 cannot abort a pass. On a CPU it starts with that.
     """
 
     def __init__(self, train: TrainSettings, strategy: Strategy, checkpoint: Callable[[], None]) -> None:
@@ -138,10 +137,7 @@ def micro_batches(
 
 @dataclasses.dataclass
 class StepNumbers:
-    """This rank's scalars of a step; `over_all_ranks` reduces them over all ranks.
-
-    All ranks must add the same names in the same order.
-    """
+    """This rank's scalars of a step, the same names in the same order on all ranks; `over_all_ranks` reduces them."""
 
     shares: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # summed over micro-batches and ranks
     maxima: dict[str, Tensor] = dataclasses.field(default_factory=dict)

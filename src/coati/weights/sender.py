@@ -157,10 +157,7 @@ class WeightSender:
         return self._in_flight
 
     def _send_chunks(self, calls: "UpdateCalls", header: UpdateHeader, chunks: Iterator[Chunk]) -> list[ChunkInfo]:
-        """Send all chunks; return their manifest entries.
-
-        Reads all weights even if no maker is left to send to, because gathering them is collective.
-        """
+        """Send all chunks; return their manifest entries. Reads all even without makers: gathering is collective."""
         infos: list[ChunkInfo] = []
         for chunk in chunks:
             faults.reach("weights.before_chunk", chunk.index)
@@ -279,10 +276,7 @@ class Recipients:
         return bool(faults) and all(fault is None for fault in faults.values())
 
     def record_outcome(self, calls: "UpdateCalls", version: int, *, is_full: bool) -> None:
-        """Record each maker's outcome of an update.
-
-        Raises WeightUpdateError, which ends the run, if a maker that was up to date rejected it.
-        """
+        """Record each maker's outcome; WeightUpdateError, which ends the run, if an up-to-date maker rejected it."""
         rejected = []
         for name in calls.peers:
             maker, error = self._makers[name], calls.failed.get(name)

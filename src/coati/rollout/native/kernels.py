@@ -1,8 +1,7 @@
 """Triton kernels for the small operations of a decode step: on a GPU their number costs time, not their work.
 
 With one new token per slot, the matrix products of a layer take microseconds, and so would every norm, rotation, copy
-and mask between them. Here everything between two products is one kernel. The kernels compute what `operations.py`
-computes with torch, up to rounding.
+and mask between them. Here everything between two products is one kernel, equal to `operations.py` up to rounding.
 
 Only imported on a machine with a GPU and Triton.
 """

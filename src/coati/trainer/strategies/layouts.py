@@ -1,7 +1,4 @@
-"""The strategies: plain data parallelism, and sharded training with torch's FSDP2.
-
-The ZeRO stages differ in when full weights and gradients are freed.
-"""
+"""Data parallelism, and sharding by torch's FSDP2; ZeRO stages differ in when whole weights and gradients are freed."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -206,8 +203,7 @@ class ShardedStrategy(Strategy):
 class LowLevelZeroStrategy(ShardedStrategy):
     """ZeRO stages 1 and 2: parameters are gathered for the forward pass and stay whole until the backward pass ends.
 
-    Stage 1 keeps parameters and gradients whole over all micro-batches of a step, and exchanges them once. Stage 2
-    shards gradients after each micro-batch.
+    Stage 1 exchanges parameters and gradients once per step, stage 2 shards gradients after each micro-batch.
     """
 
     def __init__(self, stage: Literal[1, 2] = 2, seed: int = 42, cpu_offload: bool = False, **options: Any) -> None:
