@@ -10,8 +10,7 @@ import torch
 
 from coati.errors import AcceleratorFailed, CoatiError, OutOfMemory
 
-HOST_MEMORY = "DefaultCPUAllocator"
-"""Part of torch's error message when host memory ran out."""
+HOST_MEMORY = "DefaultCPUAllocator"  # part of torch's error message when host memory ran out
 _OUT_OF_MEMORY = ("out of memory", "Cannot allocate memory", "ALLOC_FAILED", HOST_MEMORY)
 _GPU_FAILURE = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "CUDNN_STATUS", "Triton Error")
 
@@ -25,14 +24,9 @@ def set_up_cpu(num_threads: int = 0) -> None:
     """
     if num_threads > 0:
         torch.set_num_threads(num_threads)
-    if _is_arm_without_bfloat16():
-        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-
-
-@functools.cache
-def _is_arm_without_bfloat16() -> bool:
     is_arm, features = platform.machine().lower() in ("aarch64", "arm64"), Path("/proc/cpuinfo")  # of Linux
-    return is_arm and features.exists() and "bf16" not in features.read_text(encoding="utf-8")
+    if is_arm and features.exists() and "bf16" not in features.read_text(encoding="utf-8"):
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

@@ -1,9 +1,4 @@
-"""`coati.train`: the command `coati train` as a Python function.
-
-Fast to import: torch and Ray are imported when a run starts.
-"""
-
-from __future__ import annotations
+"""`coati.train`: the command `coati train` as a function. Fast to import: torch and Ray come when a run starts."""
 
 import contextlib
 import dataclasses
@@ -19,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from coati.config import Overrides, RunSettings, build_config, load_config, parse_overrides
 from coati.config.section import spell
 from coati.errors import CheckpointError, ConfigError
+from coati.ledger.audit import RunAccount, audit_run
 from coati.monitor import RunLog, RunSnapshot, Tracker, read_jsonl
 from coati.monitor.follow import following
 from coati.monitor.records import WarningsFile
@@ -34,7 +30,6 @@ from coati.run_folder import (
 )
 
 if TYPE_CHECKING:
-    from coati.ledger.audit import RunAccount
     from coati.ray.launcher import DetachedRun
     from coati.synchronous import SynchronousRun
     from coati.trainer.ppo import PPOLearner
@@ -99,7 +94,7 @@ def train(
     *,
     resume: str | os.PathLike[str] | None = None,
     reward: Callable[..., Any] | None = None,
-    learner: Callable[..., PPOLearner] | None = None,
+    learner: "Callable[..., PPOLearner] | None" = None,
     maker: Callable[..., Any] | None = None,
     overrides: Overrides = (),
     sync: bool = False,
@@ -306,8 +301,6 @@ def _run(config: RunSettings, log: RunLog, parts: Mapping[str, Any], *, sync: bo
 
 
 def _account(folder: Path) -> RunAccount:
-    from coati.ledger.audit import RunAccount, audit_run
-
     try:
         return audit_run(folder)
     except CheckpointError as error:  # the model is saved anyway

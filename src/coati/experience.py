@@ -14,10 +14,6 @@ A sample takes these forms on its way from prompt to gradient:
     Experience          trainer                         items of several makers, padded again
     MicroBatch          trainer     trainer/            the rows of one pass
     PackedRows          both        models/             rows joined end to end, for training and scoring passes
-
-Engines have their own buffers for the samples they generate. Rewards answer a request with `PendingScores` (a `Verdict`
-per sample). `PackedRows.actions` marks the packed tokens that are scored. A `Lease` is the right to make one group: the
-samples of a prompt if the algorithm compares them, otherwise one sample.
 """
 
 import dataclasses
@@ -26,6 +22,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,8 +47,7 @@ class Sample:
     limit: int = 0  # maximum number of response tokens; below 1 if the prompt leaves no room
     seed: int = 0
     options: GenerateOptions = dataclasses.field(default_factory=lambda: _OPTIONS)
-    is_kept: bool = False
-    """Whether the engine keeps its slot and cache after the response, until `extend` or `cancel`."""
+    is_kept: bool = False  # whether the engine keeps its slot and cache after the response, until `extend` or `cancel`
     needs_log_probs: bool = True
     """False in evaluations, which read no log-probs. Allows all options; log-probs may be those after truncation."""
 
@@ -194,16 +190,19 @@ class Experience(_SampleFields):
     _num_dims = 2
 
     @classmethod
-    def empty(cls) -> Self:
-        """Return an experience without samples, for a rank that has no data while others do."""
-        tokens, ids = torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, dtype=torch.long)
-        scores, floats = torch.zeros(0), torch.zeros(0, 1)
+    def blank(cls, num_samples: int, *, like: Tensor = _NOTHING) -> Self:
+        """Return samples of one prompt token and one masked response token, with the float dtype and device of `like`.
+
+        A rank without data trains on 0 of them, or runs a pass over 1, while other ranks have data.
+        """
+        tokens, floats = like.new_zeros(num_samples, 2, dtype=torch.long), like.new_zeros(num_samples, 1)
+        ids, scores, mask = tokens[:, 0], floats[:, 0], torch.ones_like(tokens)
         return cls(
-            *(tokens, floats, floats, scores, floats, floats, tokens, floats.bool()),
+            *(tokens, floats, floats, scores, floats, floats, mask, floats.bool()),
             sample_ids=ids,
             group_ids=ids,
             policy_versions=floats.long(),
-            temperatures=scores,
+            temperatures=torch.ones_like(scores),
             reference_log_probs=floats,
             is_cut=scores.bool(),
         )
@@ -228,11 +227,39 @@ class Experience(_SampleFields):
         ones = torch.ones_like(self.sequences, dtype=torch.long)
         return self.sequences, ones if self.attention_mask is None else self.attention_mask, self.full_action_mask()
 
-    def age_metrics(self, trainer_version: int) -> dict[str, float]:
-        """Return mean and maximum age of the samples, and mean age of the tokens, in versions; 0 if none is known.
+    def sample_metrics(self, *, has_reference: bool = False) -> dict[str, float]:
+        """Return metrics of rewards, KL and lengths. An uncut response of at most one token counts as empty.
 
-        A sample is as old as its oldest token.
+        A KL of exactly 0 is a metric only if it was measured (`has_reference`).
         """
+        if (num_samples := self.num_samples) == 0:
+            return {}
+        mask = self.full_action_mask()
+        lengths, reward = mask.sum(dim=1), self.reward.double()
+        metrics = {
+            "reward/mean": float(reward.mean()),
+            "reward/std": float(reward.std(correction=0)),
+            "reward/min": float(reward.min()),
+            "reward/max": float(reward.max()),
+            "response/length": float(lengths.double().mean()),
+        }
+        kl = float(self.kl.double().masked_fill(~mask, 0.0).sum())
+        if has_reference or kl:
+            metrics |= {"kl/per_sample": kl / num_samples, "kl/per_token": kl / max(1.0, float(lengths.sum()))}
+        if self.group_ids is not None:
+            groups: dict[int, list[float]] = {}
+            for group, score in zip(self.group_ids.tolist(), reward.tolist(), strict=True):
+                groups.setdefault(group, []).append(score)
+            if compared := [scores for scores in groups.values() if len(scores) > 1]:
+                metrics["reward/group_std"] = float(np.mean([np.std(scores) for scores in compared]))
+                metrics["reward/equal_groups"] = float(np.mean([len({*scores}) == 1 for scores in compared]))
+        if (is_cut := self.is_cut) is not None:
+            metrics["response/cut_fraction"] = float(is_cut.double().mean())
+            metrics["response/empty"] = float((~is_cut & (lengths <= 1)).sum())
+        return metrics
+
+    def age_metrics(self, trainer_version: int) -> dict[str, float]:
+        """Return mean and maximum age of samples (their oldest token) and mean age of tokens, in versions, or 0."""
         ages = dict.fromkeys(("train/age_mean", "train/age_max", "train/token_age_mean"), 0.0)
         if self.policy_versions is None:
             return ages
@@ -337,8 +364,7 @@ def _to_wire(items: Sequence[BufferItem]) -> _WireItems:
 
 def _from_wire(wire_items: _WireItems) -> list[BufferItem]:
     fields, senders = wire_items
-    # Arrays from the object store are read-only, so copy them; the items share the copy.
-    items = separate_items({name: decode(wire, copy=True) for name, wire in fields.items()})
+    items = separate_items({name: decode(wire) for name, wire in fields.items()})
     for item, sent in zip(items, senders, strict=True):
         item.delivery_id, item.lease, item.scored_by = sent
     return items

@@ -27,11 +27,6 @@ def set_actor(name: str) -> None:
     _actor = name
 
 
-def _load_hook() -> Hook | None:
-    file, _, argument = os.environ.get(VARIABLE, "").rpartition(":")
-    loaded: Hook | None = runpy.run_path(file)["follow"](argument) if file else None
-    return loaded
-
-
 _actor = ""
-hook: Hook | None = _load_hook()
+_file, _, _argument = os.environ.get(VARIABLE, "").rpartition(":")
+hook: Hook | None = runpy.run_path(_file)["follow"](_argument) if _file else None

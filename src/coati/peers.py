@@ -61,10 +61,7 @@ class Peers(ABC):
         return self._known.get(name)
 
     def find(self, name: str, *, role: str, timeout: float) -> Peer:
-        """Return the peer of this name, waiting for it to appear, because actors start in any order.
-
-        Raises ActorNotFound after `timeout` seconds.
-        """
+        """Return the peer of this name, waiting for it to appear; ActorNotFound after `timeout` seconds."""
 
         def look(seconds: float) -> Peer | None:
             if (peer := self.find_now(name)) is None:

@@ -30,8 +30,7 @@ from coati.monitor.run_log import RunLog
 from coati.run_folder import resumed_settings
 from coati.synchronous import SynchronousRun
 
-_Weights = dict[str, dict[str, Tensor]]
-"""Tensors by the label of their model and their name."""
+_Weights = dict[str, dict[str, Tensor]]  # tensors by the label of their model and their name
 
 _DIGITS = 8  # hexadecimal digits in the digest of one tensor
 
@@ -108,11 +107,7 @@ class ReplayedRun(SynchronousRun):
             self._picked += self._made.pop(number)
 
     def _keep_weights(self, event: Event) -> None:
-        """Send the weights to the maker, and store a copy of them.
-
-        A maker that joined late may have received its weights in the middle of a version, so they differ from those of
-        other makers.
-        """
+        """Send the weights to the maker and keep a copy. Makers that joined in mid-version may have had others."""
         version = event["publish"]
         self._published = event
         self._sender.send(version, fully_update=True)  # which calls `_note_weights`
@@ -269,17 +264,16 @@ def replay(
             f"coati replay needs a run on the CPU, got {str(folder)!r}, whose journal has no digests of the "
             "weights: it trained on a GPU, where sums are not reproducible."
         )
-    run = ReplayedRun(_load_settings(folder), contents[0], until=until, parts=parts, on_version=on_version)
-    on_version(0, run.last)
-    run.train()
-    return ReplayResult(run.last, run.num_sampled)
-
-
-def _load_settings(folder: Path) -> RunSettings:
-    config = resumed_settings(folder, ()).model_copy(update={"eval": ()})  # evaluation does not affect training
+    config = resumed_settings(folder, ())
     if config.rollout.engine == "vllm":
         raise ConfigError(
             f"coati replay needs a run with the native or reference engine, got {str(folder)!r} with rollout.engine = "
             '"vllm", which is not batch-invariant.'
         )
-    return config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"})})
+    # Evaluation does not affect training.
+    changes = {"eval": (), "model": config.model.model_copy(update={"device": "cpu"})}
+    config = config.model_copy(update=changes)
+    run = ReplayedRun(config, contents[0], until=until, parts=parts, on_version=on_version)
+    on_version(0, run.last)
+    run.train()
+    return ReplayResult(run.last, run.num_sampled)

@@ -1,11 +1,8 @@
 """The output folder of a run: ownership and locking, replacing an earlier run, and resuming.
 
 A running process holds a lock on the file `.coati-run` in its run folder. A non-empty folder without that file is never
-touched. The files of an earlier run stay until a new run starts to train; then the files that runs write are deleted,
-and no others. Fast to import.
+touched. The files of an earlier run stay until a new run starts to train, which deletes them, and no other files.
 """
-
-from __future__ import annotations
 
 import contextlib
 import fcntl
@@ -18,15 +15,12 @@ import socket
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from coati.config import Overrides, RunSettings, dump_config, load_config, parse_overrides
 from coati.config.plan import read_json
 from coati.errors import ConfigError, RunStopped, error_text
-from coati.monitor import read_jsonl
-
-if TYPE_CHECKING:
-    from coati.monitor import RunLog
+from coati.monitor import RunLog, read_jsonl
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +107,12 @@ def open_run_folder(
 
     with contextlib.ExitStack() as stack:
         with _as_config_error(folder):
-            stack.enter_context(_lock_folder(folder, is_sync=is_sync))
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / MARKER).open("a+", encoding="utf-8"))
+            _lock(file, folder, fcntl.LOCK_EX)
+            file.truncate(0)
+            json.dump({"pid": os.getpid(), "host": socket.gethostname(), "is_sync": is_sync}, file)
+            file.flush()
             _delete(folder, [_CONTROL])
         try:
             yield begin
@@ -152,17 +151,6 @@ def _as_config_error(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"run.output {str(folder)!r} cannot be written: {error}. Choose another folder.") from error
-
-
-@contextlib.contextmanager
-def _lock_folder(folder: Path, *, is_sync: bool) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / MARKER).open("a+", encoding="utf-8") as file:
-        _lock(file, folder, fcntl.LOCK_EX)
-        file.truncate(0)
-        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "is_sync": is_sync}, file)
-        file.flush()
-        yield
 
 
 def _lock(file: TextIO, folder: Path, kind: int) -> None:

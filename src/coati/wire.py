@@ -1,7 +1,6 @@
 """The wire format of tensors: a numpy array of the same bytes, and the name of the dtype.
 
-Ray transfers numpy arrays without copying, 16 times faster than torch tensors. numpy has no bfloat16 or float8, hence
-the dtype's name.
+Ray transfers numpy arrays without copying, 16 times faster than torch tensors. numpy lacks bfloat16 and float8.
 """
 
 from typing import NamedTuple
@@ -33,10 +32,10 @@ def encode(tensor: Tensor) -> WireTensor:
     return WireTensor(plain.view(_CARRIERS.get(plain.dtype, plain.dtype)).numpy(), dtype)
 
 
-def decode(wire: WireTensor, *, copy: bool = False) -> Tensor:
-    """Convert back to a tensor. Without `copy` it shares the array's memory, which may be read-only: do not write."""
+def decode(wire: WireTensor) -> Tensor:
+    """Convert back to a tensor, in memory of its own: arrays from Ray's object store are read-only."""
     array, dtype_name = wire
-    tensor = torch.from_numpy(np.array(array, copy=True)) if copy else tensor_of(np.asarray(array))
+    tensor = torch.from_numpy(np.array(array))
     dtype: torch.dtype = getattr(torch, dtype_name)
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 

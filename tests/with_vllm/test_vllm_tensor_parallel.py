@@ -71,7 +71,7 @@ def wait_until_gone(processes, files):
 
 @pytest.mark.parametrize("chunk_bytes", [10_000, 2**28])  # less than a layer; everything
 def test_adapters_are_merged_into_the_shards(make_engine, monkeypatch, chunk_bytes):
-    monkeypatch.setattr("coati.rollout.vllm_workers._CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("coati.rollout.vllm._CHUNK_BYTES", chunk_bytes)
     actor = Actor(make_policy(0), lora=LoRASettings(rank=4))
     engine = make_engine(actor)
     for version in range(2):
@@ -89,7 +89,7 @@ def test_a_weight_that_does_not_arrive_is_noticed_by_its_bits(make_engine, monke
     model = make_policy(0)
     engine = make_engine(model)
     write(engine)
-    in_chunks = vllm_module.weight_chunks
+    in_chunks = vllm_module.in_chunks
     # Split by rows, by columns, not at all, and by tokens.
     for name in ("layers.1.self_attn.q_proj", "layers.0.mlp.down_proj", "layers.1.input_layernorm", "embed_tokens"):
         weight = model.get_parameter(f"model.{name}.weight")
@@ -97,11 +97,11 @@ def test_a_weight_that_does_not_arrive_is_noticed_by_its_bits(make_engine, monke
         with torch.no_grad():
             weight.view(-1)[-1] += 1e-6  # the canary cannot tell it from rounding
 
-        def without(weights, name=name, old=old):
-            return in_chunks((one, old if name in one else tensor) for one, tensor in weights)
+        def without(weights, max_bytes, name=name, old=old):
+            return in_chunks(((one, old if name in one else tensor) for one, tensor in weights), max_bytes)
 
         with monkeypatch.context() as patch:
-            patch.setattr(vllm_module, "weight_chunks", without)
+            patch.setattr(vllm_module, "in_chunks", without)
             with pytest.raises(WeightUpdateError, match="copied"):
                 write(engine)
         engine.cancel(range(len(PROMPTS)))

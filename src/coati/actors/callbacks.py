@@ -6,8 +6,6 @@ Callbacks are pickled into the Ray actors and run there, in the thread of the lo
 # The diagrams in `MakerCallback` and `TrainerCallback` show when each hook runs.
 # ruff: noqa: D102
 
-from __future__ import annotations
-
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Callback:
-    timeline = Timeline()
-    """Where the actor's time went; the actor sets it before it runs a hook."""
+    timeline = Timeline()  # where the actor's time went; the actor sets it before it runs a hook
 
 
 class MakerCallback(_Callback):
@@ -41,7 +38,7 @@ class MakerCallback(_Callback):
     def on_loop_start(self) -> None: ...
     def on_loop_end(self) -> None: ...
     def on_make_experience_start(self) -> None: ...
-    def on_make_experience_end(self, experience: Experience) -> None: ...
+    def on_make_experience_end(self, experience: "Experience") -> None: ...
     def on_send_start(self) -> None: ...
     def on_send_end(self) -> None: ...
     def on_batch_start(self) -> None: ...
@@ -73,7 +70,7 @@ class TrainerCallback(_Callback):
     def on_epoch_start(self, epoch: int) -> None: ...
     def on_epoch_end(self, epoch: int) -> None: ...
     def on_batch_start(self) -> None: ...
-    def on_batch_end(self, metrics: dict[str, float], experience: Experience) -> None: ...
+    def on_batch_end(self, metrics: dict[str, float], experience: "Experience") -> None: ...
     def on_update_start(self) -> None: ...
     def on_update_end(self) -> None: ...
 
@@ -102,7 +99,7 @@ class _PerformanceEvaluator(_Callback):
         self.samples = self.tokens = 0
         self._began = self.timeline.read()
 
-    def _count(self, experience: Experience) -> None:
+    def _count(self, experience: "Experience") -> None:
         mask = experience.attention_mask  # [B, S]
         self.samples += len(experience.sequences)
         self.tokens += experience.sequences.numel() if mask is None else int(mask.sum())
@@ -166,7 +163,7 @@ class TrainerPerformanceEvaluator(_PerformanceEvaluator, TrainerCallback):
         if self._num_episodes == self._num_warmup + 1:
             self._begin()
 
-    def on_batch_end(self, metrics: dict[str, float], experience: Experience) -> None:  # noqa: ARG002
+    def on_batch_end(self, metrics: dict[str, float], experience: "Experience") -> None:  # noqa: ARG002
         self._count(experience)
 
     on_fit_end = _PerformanceEvaluator._end

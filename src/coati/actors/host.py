@@ -32,9 +32,6 @@ class Host:
     def set_up_log(self, records: RecordLog[dict[str, Any]], *, debug: bool) -> None:
         """Set up logging, and copy warnings to `records`; does nothing in a shared process, which sets it up once."""
 
-    def exclude_from_gc(self) -> None:
-        """Exclude all objects that exist now from garbage collection; does nothing in a shared process."""
-
     def make_buffer(self, *_size: Any, **_makers: Any) -> SampleBuffer:
         """Create the buffer of a trainer whose makers have their own data loaders."""
         raise ConfigError(
@@ -65,8 +62,7 @@ class Report(NamedTuple):
 class Worker:
     """A trainer or a maker. `stop`, `progress` and `report` may be called from other threads while the loop runs."""
 
-    host_class: Callable[[], Host] = Host
-    """Creates the host if none is passed."""
+    host_class: Callable[[], Host] = Host  # creates the host if none is passed
 
     def __init__(self, host: Host | None, callbacks: Sequence[MakerCallback | TrainerCallback], *, debug: bool) -> None:
         self.host = host or self.host_class()

@@ -18,8 +18,7 @@ from coati.actors.host import Host, Progress, Worker, apply_env_info, set_up_gpu
 from coati.actors.options import MakerOptions
 from coati.devices import set_up_cpu
 from coati.errors import ConfigError
-from coati.evaluation.work import EvaluationWork
-from coati.experience_maker.base import ExperienceMaker, build_maker
+from coati.experience_maker.base import build_maker
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
@@ -84,7 +83,15 @@ class Maker(Worker):
         )
         self._served = ServedModels(maker.trained_models, name=f"maker {self._name}")
         self._receiver = WeightReceiver(self._served, allow_partial_plain=update_lora_weights)
-        self.pipeline = self._make_pipeline(maker, generate_kwargs)
+        self.pipeline = ExperiencePipeline(
+            maker,
+            self._served,
+            generate_kwargs=generate_kwargs,
+            # Prompts without ids get numbers that start at a different value in each maker.
+            first_sample_id=(zlib.crc32(self._name.encode()) & 0x7FFFFF) << 40,
+            commit_between_tokens=options.rollout is not None and options.rollout.in_flight,
+            timeline=self._timeline,
+        )
         self._trainer_names = tuple(detached_trainer_name_list)
         self._sender = ItemSender(
             self._trainer_names,
@@ -94,7 +101,14 @@ class Maker(Worker):
             should_stop=self.host.stop.is_set,
             timeline=self._timeline,
         )
-        self._evaluations = self._make_evaluations(strategy)
+        self._evaluations = options.evaluations and options.evaluations(
+            strategy,
+            self._served,
+            peers=self.host.peers,
+            trainer=self._trainer_names[0],
+            maker=self._name,
+            should_stop=self.host.stop.is_set,
+        )
         if eval_performance:
             models = [maker.actor, maker.critic, maker.initial_model, maker.reward_model]
             self.callbacks.append(ExperienceMakerPerformanceEvaluator(*map(num_parameters, models)))
@@ -106,7 +120,6 @@ class Maker(Worker):
         try:
             with self._timeline.span("wait_weights"):
                 self._await_first_weights()
-            self.host.exclude_from_gc()
             self._timeline.take()  # the metrics of this loop exclude earlier time
             self.notify("on_loop_start")
             self.make_loop(dataloader_fn, num_epochs, num_steps).run()
@@ -166,29 +179,6 @@ class Maker(Worker):
         """Return this maker's progress."""
         served = self._served
         return Progress(self._state, served.version, self._sender.num_delivered, has_weights=served.is_synced)
-
-    def _make_pipeline(self, maker: ExperienceMaker, generate_kwargs: dict[str, Any]) -> ExperiencePipeline:
-        rollout = self._options.rollout
-        return ExperiencePipeline(
-            maker,
-            self._served,
-            generate_kwargs=generate_kwargs,
-            # Prompts without ids get numbers that start at a different value in each maker.
-            first_sample_id=(zlib.crc32(self._name.encode()) & 0x7FFFFF) << 40,
-            commit_between_tokens=rollout is not None and rollout.in_flight,
-            timeline=self._timeline,
-        )
-
-    def _make_evaluations(self, strategy: Strategy) -> EvaluationWork | None:
-        make = self._options.evaluations
-        return make and make(
-            strategy,
-            self._served,
-            peers=self.host.peers,
-            trainer=self._trainer_names[0],
-            maker=self._name,
-            should_stop=self.host.stop.is_set,
-        )
 
     def _make_source(self, dataloader_fn: Callable[[], Any], num_epochs: int, num_steps: int) -> WorkSource:
         rules = self._options.rules

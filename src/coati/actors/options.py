@@ -78,24 +78,6 @@ class TrainerOptions:
             learner=parts.learner,
         )
 
-    def with_arguments(
-        self,
-        *,
-        train_batch_size: int,
-        eps_clip: float,
-        value_clip: float,
-        update_lora_weights: bool,
-    ) -> Self:
-        """Return a copy with the contract's arguments merged into the sections of settings."""
-        train = self.train.with_arguments("options.train", train_batch_size=("batch_size", train_batch_size, 8))
-        algorithm = self.algorithm.with_arguments(
-            "options.algorithm", eps_clip=("eps_clip", eps_clip, 0.2), value_clip=("value_clip", value_clip, 0.4)
-        )
-        topology = self.topology.with_arguments(
-            "options.topology", update_lora_weights=("update_lora_weights", update_lora_weights, False)
-        )
-        return dataclasses.replace(self, train=train, algorithm=algorithm, topology=topology)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MakerOptions:

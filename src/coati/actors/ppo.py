@@ -1,6 +1,7 @@
 """The PPO trainer: a learner, the replay buffer that feeds it, and the channel that sends weights to its makers."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -63,11 +64,14 @@ class PlainPPOTrainer(Trainer):
         options: TrainerOptions | None = None,
         host: Host | None = None,
     ) -> None:
-        self.options = options = (options or TrainerOptions()).with_arguments(
-            train_batch_size=train_batch_size,
-            eps_clip=eps_clip,
-            value_clip=value_clip,
-            update_lora_weights=update_lora_weights,
+        options = options or TrainerOptions()
+        clips = {"eps_clip": ("eps_clip", eps_clip, 0.2), "value_clip": ("value_clip", value_clip, 0.4)}
+        lora = {"update_lora_weights": ("update_lora_weights", update_lora_weights, False)}
+        self.options = options = dataclasses.replace(
+            options,
+            train=options.train.with_arguments("options.train", train_batch_size=("batch_size", train_batch_size, 8)),
+            algorithm=options.algorithm.with_arguments("options.algorithm", **clips),
+            topology=options.topology.with_arguments("options.topology", **lora),
         )
         apply_env_info(env_info)
         set_up_cpu(options.num_threads)
@@ -99,7 +103,14 @@ class PlainPPOTrainer(Trainer):
         self._sync: Future[None] | None = None  # the last full update
         # Held while weights change and while they are read for publishing, so that no update mixes two versions.
         self._weights_lock = threading.RLock()  # reentrant: a sync publishes while it holds the lock
-        self._checkpoints = self._make_checkpoints()
+        self._checkpoints = Checkpoints(
+            options.save_folder,
+            self._learner,
+            self._leased,
+            train=options.train,
+            tokenizer=options.tokenizer,
+            write_seconds=self.deadlines.update_seconds,
+        )
         self._evaluations = options.evaluations(record=self._records.append, stop=self.stop)
         self._resume()
 
@@ -114,16 +125,6 @@ class PlainPPOTrainer(Trainer):
             max_staleness=self.options.topology.max_staleness,
             max_response_tokens=self.options.max_response_tokens,
             optimizer_class=self.strategy.optimizer_class,
-        )
-
-    def _make_checkpoints(self) -> Checkpoints:
-        return Checkpoints(
-            self.options.save_folder,
-            self._learner,
-            self._leased,
-            train=self.options.train,
-            tokenizer=self.options.tokenizer,
-            write_seconds=self.deadlines.update_seconds,
         )
 
     def _resume(self) -> None:
@@ -214,8 +215,7 @@ class PlainPPOTrainer(Trainer):
         """Send the current weights to makers that missed this version, without waiting for the next one.
 
         They include the steps of the current episode, so with `update_steps` above 1 one version number can stand for
-        two sets of weights. With sharded parameters this does nothing, because only all ranks together can gather them:
-        those makers wait for the next version.
+        two sets of weights. Sharded parameters, which only all ranks together can gather, wait for the next version.
         """
         self._sender.check()
         if not self.strategy.shards_parameters and self._sender.recipients.need_all:

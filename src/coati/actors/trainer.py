@@ -19,7 +19,6 @@ from coati.devices import device_errors_explained
 from coati.errors import ConfigError
 from coati.experience import BufferItem, Experience
 from coati.experience_buffer.buffer import SampleBuffer
-from coati.experience_maker.statistics import sample_metrics
 from coati.ledger import Lease, LeaseRequest
 from coati.peers import wait_in_slices
 from coati.randomness import STREAM_EPOCHS, keyed_generator
@@ -81,15 +80,13 @@ class Trainer(Worker, ABC):
         """Train on `total_steps` fresh batches, and send the makers new weights after every `update_steps`.
 
         The first epoch of an episode trains on batches as they arrive; further epochs repeat them in shuffled order.
-        If all makers finish early, `fit` trains on the remaining samples and ends. After `stop()` it ends before the
-        next batch.
+        If all makers finish early, `fit` trains on the remaining samples. After `stop()` it ends before the next batch.
         """
         numbers = {"total_steps": total_steps, "update_steps": update_steps, "train_epochs": train_epochs}
         for name, value in numbers.items():
             if value < 1:
                 raise ConfigError(f"fit's {name} must be 1 or more, got {value}.")
         self._state, self._is_exhausted = "working", False
-        self.host.exclude_from_gc()
         self._timeline.take()  # the metrics of this fit exclude earlier time
         self._buffer.begin_fit()
         try:
@@ -149,7 +146,7 @@ class Trainer(Worker, ABC):
                     self._buffer.give_back(batch)
                 break
             if batch is None:
-                batch = Experience.empty()
+                batch = Experience.blank(0)
             self.train_on(batch)
             num_fresh += 1
             if keeps:
@@ -161,7 +158,7 @@ class Trainer(Worker, ABC):
         """Take a training step; record its time and metrics."""
         self.notify("on_batch_start")
         with self._timeline.span("train"):
-            metrics_of_samples = sample_metrics(batch, has_reference=self.has_reference)
+            metrics_of_samples = batch.sample_metrics(has_reference=self.has_reference)
             metrics = self.training_step(batch)
         self._num_batches += 1
         self._num_samples += batch.num_samples

@@ -1,8 +1,7 @@
 """Advantages from scores: KL-shaped rewards, returns, GAE with a critic, and group baselines without one.
 
 The response tokens of a row are a prefix of its mask; the value after the last token is 0. Responses with the same
-group id answer the same prompt, and a call must contain all responses of a group. Group scores are constants: results
-carry no gradient.
+group id answer the same prompt, and a call must contain all of them. Group scores carry no gradient.
 """
 
 from typing import Literal, NamedTuple

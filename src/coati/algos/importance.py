@@ -1,19 +1,12 @@
 """Importance weights, for training on data that an older policy sampled.
 
 The *behavior* policy sampled the tokens, the *proximal* policy is the one that the step starts from, and the *current*
-policy is being trained. Decoupled PPO is `policy_loss` with ratios relative to the proximal policy and with advantages
-multiplied by importance weights.
+policy is being trained. Decoupled PPO takes ratios to the proximal policy, and multiplies advantages by these weights.
 
 With d = log policy(token) - log behavior(token), the weight of a token is w = exp(d). The weight of a response is
-exp(Σ d), or the geometric mean exp(Σ d / n). Unbiased weights have high variance, so w is truncated or masked:
-
-| kind       | weight                         | known as                                                         |
-|------------|--------------------------------|------------------------------------------------------------------|
-| "truncate" | min(w, cap)                    | TIS                                                              |
-| "mask"     | w if floor ≤ w ≤ cap else 0    | MIS; IcePop (tokens, 0.5 to 5); geometric mask (0.999 to 1.001)  |
-| "none"     | 1                              |                                                                  |
-
-Weights are never differentiated. On-policy data has a weight of exactly 1 for every kind and level.
+exp(Σ d), or the geometric mean exp(Σ d / n). Unbiased weights have high variance, so w is truncated to min(w, cap)
+(TIS), or masked: w if floor ≤ w ≤ cap, else 0 (MIS, IcePop). Weights are never differentiated. On-policy data has a
+weight of exactly 1 for every kind and level.
 """
 
 from typing import Literal

@@ -25,14 +25,12 @@ from torch.nn import functional as F
 
 from coati.errors import ConfigError
 
-# Tokens whose logits are widened to float32 at once, where logits are given.
-_CHUNK_TOKENS = 4096
+_CHUNK_TOKENS = 4096  # tokens whose logits are widened to float32 at once, where logits are given
 # Bytes of logits per chunk. Small products would waste an accelerator; uncompiled code makes float32 copies as well.
 _CHUNK_BYTES = 1 << 30
 _CHUNK_BYTES_UNCOMPILED = 1 << 28
 _CHUNK_BYTES_CPU = 1 << 27
-# Chunks on an accelerator are a multiple of this many tokens, for efficient matrix products.
-_CHUNK_STEP = 128
+_CHUNK_STEP = 128  # chunks on an accelerator are a multiple of this many tokens, for efficient matrix products
 
 
 def logprobs_and_entropy(

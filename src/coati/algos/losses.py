@@ -1,28 +1,9 @@
 """Losses: surrogates for the policy, the critic's loss, KL estimates, and the weighting of tokens.
 
-A surrogate is a token's contribution to the objective, given its ratio r = policy / behavior and its advantage A:
-
-| surrogate | value                                  | gradient / (A · ∇log π)          | paper            |
-|-----------|----------------------------------------|----------------------------------|------------------|
-| clipped   | min(r · A, clip(r) · A)                | r, or 0 where the clip won       | PPO              |
-| cispo     | sg(clip(r)) · A · log π                | clip(r)                          | arXiv 2506.13585 |
-| dppo      | sg(min(r, cap)) · A · log π, or 0      | min(r, cap), or 0 if masked      | arXiv 2602.04879 |
-| sapo      | A · σ(τ(r - 1)) · 4/τ                  | 4σ(1 - σ) · r                    | arXiv 2511.20347 |
-
-On-policy, where r = 1, all have the gradient A · ∇log π. Denominators (`num_tokens`, `num_sequences`) count the whole
-optimizer step and are passed in, so that losses, fractions and gradients of micro-batches add up; a denominator of 0
-gives 0, not nan. Only the first argument of each loss is differentiated.
-
-Schulman's estimators of KL(policy || reference), with d = log policy(token) - log reference(token):
-
-| name | formula           | unbiased | never negative |
-|------|-------------------|----------|----------------|
-| k1   | d                 | yes      | no             |
-| k2   | d² / 2            | no       | yes            |
-| k3   | exp(-d) - 1 + d   | yes      | yes            |
-
-Used as a loss, only k2 has the gradient of the KL in expectation. The gradient of k1 averages to zero, and that of k3
-follows the reverse KL.
+A surrogate is a token's contribution to the objective, given its ratio r = policy / behavior and its advantage A
+(docs/algorithms.md compares them). On-policy, where r = 1, all have the gradient A · ∇log π. Denominators count the
+whole optimizer step and are passed in, so that losses, fractions and gradients of micro-batches add up; a denominator
+of 0 gives 0, not nan. Only the first argument of each loss is differentiated.
 """
 
 import math
@@ -46,14 +27,11 @@ of each token and whether its ratio was limited, all [B, T]. An advantage of 0 g
 class PolicyLossOutput(NamedTuple):
     """Scalars. All but `loss` and `kl_term` are detached; all but `ratio_max` add up over micro-batches."""
 
-    loss: Tensor
-    """-Σ surrogate / num_tokens."""
+    loss: Tensor  # -Σ surrogate / num_tokens
     clip_fraction: Tensor
     """Tokens whose ratio the surrogate limited (for PPO: whose gradient the clip stopped), over num_tokens."""
-    approx_kl: Tensor
-    """Σ (ratio - 1 - log ratio) / num_tokens: the k3 estimate of KL(behavior || policy)."""
-    ratio_max: Tensor
-    """Largest policy/behavior ratio of a response token; 0 without response tokens."""
+    approx_kl: Tensor  # Σ (ratio - 1 - log ratio) / num_tokens: the k3 estimate of KL(behavior || policy)
+    ratio_max: Tensor  # largest policy/behavior ratio of a response token; 0 without response tokens
     kl_term: Tensor | None = None
     """KL to the reference, differentiable and not yet multiplied by its coefficient; None without a KL loss."""
 
@@ -61,10 +39,8 @@ class PolicyLossOutput(NamedTuple):
 class ValueLossOutput(NamedTuple):
     """Scalars that add up over micro-batches."""
 
-    loss: Tensor
-    """0.5 · Σ max((v - R)², (clipped v - R)²) / num_tokens."""
-    clip_fraction: Tensor
-    """Tokens whose clipped term is larger, so that no gradient flows, over num_tokens. Detached."""
+    loss: Tensor  # 0.5 · Σ max((v - R)², (clipped v - R)²) / num_tokens
+    clip_fraction: Tensor  # tokens whose clipped term is larger, so that no gradient flows, over num_tokens. Detached.
 
 
 def policy_loss(
@@ -140,7 +116,7 @@ def clipped(clip_low: float, clip_high: float) -> Surrogate:
 
 
 def cispo(clip_low: float, clip_high: float) -> Surrogate:
-    """Return CISPO's surrogate: every token keeps its gradient, weighted by r clipped to [1 - low, 1 + high]."""
+    """Return CISPO's surrogate, sg(clip(r)) · A · log π: every token keeps its gradient, weighted by clip(r)."""
 
     def surrogate(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         ratio = log_ratio.detach().exp()
@@ -166,7 +142,7 @@ def dppo(mask_low: float, mask_high: float, *, cap: float) -> Surrogate:
 
 
 def sapo(tau: float, tau_negative: float) -> Surrogate:
-    """Return SAPO's surrogate: a gate that closes smoothly as r leaves 1, with a temperature per sign of A."""
+    """Return SAPO's surrogate, A · σ(τ(r - 1)) · 4/τ: a gate that closes smoothly, with a τ for each sign of A."""
 
     def surrogate(log_ratio: Tensor, _: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         temperature = torch.where(advantages > 0, torch.full_like(advantages, tau), tau_negative)
@@ -241,7 +217,10 @@ def kl_estimate(
     *,
     kind: KLKind,
 ) -> Tensor:
-    """Return the per-token KL estimate, `[B, T]`, zeros on padding.
+    """Return Schulman's per-token estimate of KL(policy || reference), `[B, T]`, zeros on padding.
+
+    With d = log policy(token) - log reference(token), k1 is d (unbiased), k2 is d² / 2 (never negative) and k3 is
+    exp(-d) - 1 + d (both). In a loss only k2 has the KL's gradient: k1's averages to zero, k3's follows the reverse KL.
 
     >>> logprobs, reference = torch.tensor([[-1.0, 7.0]]), torch.tensor([[-1.5, float("nan")]])
     >>> kl_estimate(logprobs, reference, torch.tensor([[True, False]]), kind="k1").tolist()
@@ -254,8 +233,7 @@ def kl_estimate(
         return difference
     if kind == "k2":
         return 0.5 * difference.square()
-    # expm1 keeps the digits that exp(-d) - 1 loses for small d. CUDA's may be off by one ulp, which would make the sum
-    # negative; hence the clamp.
+    # expm1 keeps the digits that exp(-d) - 1 loses for small d. CUDA's may be off by one ulp; hence the clamp.
     return ((-difference).expm1() + difference).clamp(min=0.0)
 
 

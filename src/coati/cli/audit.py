@@ -1,7 +1,7 @@
 """`coati audit` and `coati replay`: check the account of a run, and that its journal reproduces its weights."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -10,10 +10,8 @@ from rich.table import Table
 
 from coati.counting import counted
 from coati.errors import ReplayDiffers
+from coati.ledger.audit import RunAccount, audit_run, life_of
 from coati.monitor.metrics import read_jsonl
-
-if TYPE_CHECKING:
-    from coati.ledger.audit import RunAccount
 
 _MOST_SHOWN = 100
 
@@ -27,8 +25,6 @@ def audit(
     ] = None,
 ) -> None:
     """Show the fate of every prompt group. Exits with status 1 if one was lost, trained on twice or too old."""
-    from coati.ledger.audit import audit_run, life_of
-
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if sample is not None:
         console.print("\n".join(life_of(folder, sample)))
@@ -66,7 +62,7 @@ def audit(
     raise typer.Exit(1)
 
 
-def show_losses(console: Console, account: "RunAccount") -> None:
+def show_losses(console: Console, account: RunAccount) -> None:
     """Print the groups that were not trained on, and those that were returned or refused, with the reasons."""
     *fates, (_, _, total, _) = account.table()
     if failed := sum(groups for fate, _, groups, _ in fates if fate == "quarantined"):

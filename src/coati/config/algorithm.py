@@ -1,10 +1,7 @@
 """The tables of algorithms and policy losses, and the section `[algorithm]` with their settings.
 
-A maker turns scores into advantages; a learner turns advantages and ratios into a loss. An algorithm determines both;
-the setting `loss` replaces its loss.
+A maker turns scores into advantages; a learner turns advantages and ratios into a loss, which `loss` can replace.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """The plan of a run: prompts → samples → batches → optimizer steps, and where its files go."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

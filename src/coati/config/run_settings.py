@@ -3,8 +3,6 @@
 `[[eval]]` is defined here because, like the run, an evaluation set has prompts, rollout and reward.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import tomllib

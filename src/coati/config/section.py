@@ -1,7 +1,5 @@
 """Declare and validate settings. Error messages have the key, the rule, the value and the remedy."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re
@@ -59,8 +57,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    section: ClassVar[str] = ""
-    """Name of the section in a file; empty for classes that are not a section."""
+    section: ClassVar[str] = ""  # name of the section in a file; empty for classes that are not a section
 
     def __init_subclass__(cls, section: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

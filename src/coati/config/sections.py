@@ -1,7 +1,5 @@
 """The sections of a run's settings except `[algorithm]` and `[reward]`, with the rules between keys of a section."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from coati.errors import ConfigError
+from coati.rewards.calling import needed_package
 
 
 def film_sentiment(completions: Sequence[str], prompts: Sequence[str], **_: object) -> list[float]:
@@ -17,8 +17,4 @@ def film_sentiment(completions: Sequence[str], prompts: Sequence[str], **_: obje
 @cache  # reading the lexicon takes longer than scoring a thousand sentences
 def sentiment_analyzer() -> Any:
     """Return the sentiment analyzer. ConfigError if the `demo` extra is not installed."""
-    try:
-        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"The demo needs {error.name}. Run pip install '.[demo]' in your clone of coati.") from error
-    return SentimentIntensityAnalyzer()
+    return needed_package("vaderSentiment.vaderSentiment", "demo").SentimentIntensityAnalyzer()

@@ -38,8 +38,7 @@ class SampleBuffer(ABC):
 
     def __init__(self, sample_batch_size: int) -> None:
         self.sample_batch_size = sample_batch_size
-        self.last_progress = 0.0
-        """Monotonic time at which a maker last reported that it is busy with other work."""
+        self.last_progress = 0.0  # monotonic time at which a maker last reported that it is busy with other work
         self.num_sampled = 0  # samples returned in batches
         self.num_made = 0  # leased samples delivered and accepted
         # Guards all state. Never held while waiting for room or for a batch.
@@ -140,6 +139,7 @@ class LeasedBuffer(SampleBuffer):
         """`open_journal` is called when the first event is written, because actors start before the run's folder is
         ready. `incarnation` is the number of times the trainer was restarted."""
         super().__init__(sample_batch_size)
+        self.rules = rules
         self._ledger = Ledger(rules)
         self._incarnation = incarnation
         self._open_journal = open_journal
@@ -149,11 +149,6 @@ class LeasedBuffer(SampleBuffer):
         self._delivered: dict[int, list[BufferItem]] = {}  # by lease number
         self._picked: deque[BufferItem] = deque()  # picked and not yet in a batch
         self._in_training: dict[int, list[BufferItem]] = {}  # picked and not yet trained on, by lease number
-
-    @property
-    def rules(self) -> LedgerRules:
-        """The rules of the ledger."""
-        return self._ledger.rules
 
     def lease(self, request: LeaseRequest) -> list[Lease]:
         """Grant leases to a maker; none if its weights come from another incarnation of the trainers."""
@@ -335,8 +330,7 @@ class LeasedBuffer(SampleBuffer):
 def written_by(item: BufferItem) -> list[int]:
     """Return the versions of a sample's tokens, run-length encoded.
 
-    The list holds the version of the first token, then for each change the index of the token and its version. Token
-    versions 3, 3, 4 give [3, 2, 4].
+    That is the version of the first token, then index and version of each change: 3, 3, 4 give [3, 2, 4].
     """
     versions = [] if item.policy_versions is None else item.policy_versions.tolist()
     pairs = enumerate(itertools.pairwise(versions), start=1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,14 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from coati.errors import DataError
-from coati.experience import Experience, Sample
-from coati.experience_maker.statistics import reward_metrics
-from coati.monitor.metrics import Metric
+from coati.experience import Experience as Experience
+from coati.experience import Sample
+from coati.monitor.metrics import Mean, Metric, Sum
 from coati.monitor.timeline import Timeline
 from coati.rewards import PendingScores
 from coati.rewards.calling import recorded
-
-__all__ = ["AllSamplesDropped", "Experience", "ExperienceMaker", "MakerBatch"]
 
 LESS_TO_MAKE = (  # remedy when a maker runs out of memory
     "Lower rollout.prompts_per_batch, rollout.samples_per_prompt or rollout.max_new_tokens, or give the maker more of "
@@ -84,6 +83,19 @@ class MakerBatch:
                     sample.lost = reason
             self.experience = self.experience.select(rows)
         return self.experience
+
+
+def reward_metrics(scores: PendingScores) -> dict[str, Metric]:
+    """Return the number of reward retries, and the mean score of each term of a sum of rewards.
+
+    Terms without a finite score have no mean. Metric names allow only lower-case letters, digits and underscores.
+    """
+    metrics: dict[str, Metric] = {"reward/retries": Sum(float(scores.num_retries))}
+    for term, values in scores.terms.items():
+        if len(found := values[values.isfinite()].double()):
+            name = re.sub("[^a-z0-9_]", "_", term.lower())
+            metrics[f"reward/term_{name}"] = Mean(float(found.mean()), float(len(found)))
+    return metrics
 
 
 def with_ids(samples: Sequence[Sample], first: int) -> list[Sample]:

@@ -24,11 +24,11 @@ from coati.experience_maker.base import (
 )
 from coati.experience_maker.naive import NaiveExperienceMaker
 from coati.experience_maker.scoring import NoSignal
-from coati.experience_maker.statistics import sample_texts
 from coati.models.actor import unwrap
 from coati.monitor.metrics import Max, Mean, Sum
 from coati.monitor.timeline import Timeline, maker_metrics
 from coati.rewards import RewardScorer
+from coati.rewards.base import decode_completions, decode_prompts
 from coati.weights.served import ServedModels
 
 logger = logging.getLogger(__name__)
@@ -244,6 +244,23 @@ class ExperiencePipeline:
             },
             "samples": texts,
         }
+
+
+def sample_texts(experience: Experience, tokenizer: Any, count: int) -> list[dict[str, Any]]:
+    """Return `count` samples as text, with rewards and ids, spread over the batch: samples of a prompt are adjacent."""
+    count = min(count, experience.num_samples)
+    rows = [index * experience.num_samples // count for index in range(count)]
+    tokens = tuple(tensor[rows] for tensor in experience.tokens_and_masks())
+    texts = zip(decode_prompts(tokenizer, *tokens), decode_completions(tokenizer, *tokens), strict=True)
+    return [
+        {
+            "prompt": prompt,
+            "response": response,
+            "reward": float(experience.reward[row]),
+            "sample_id": int(experience.sample_ids[row]) if experience.sample_ids is not None else None,
+        }
+        for row, (prompt, response) in zip(rows, texts, strict=True)
+    ]
 
 
 @torch.no_grad()

@@ -20,15 +20,13 @@ from coati.counting import counted
 from coati.experience import Experience
 from coati.experience_maker.base import AllSamplesDropped, MakerBatch
 from coati.models import action_logprobs, action_values
-from coati.models.actor import packed_scoring_problem
+from coati.models.actor import explained_gap, packed_scoring_problem
 from coati.models.packing import SCORED_TOKENS, row_parts, row_tokens
 from coati.monitor.metrics import Max, Mean, Metric
 
 logger = logging.getLogger(__name__)
 
-# Number of rows per version whose log-probs are recomputed, and the largest mean gap that rounding can explain.
-_PROBED_ROWS = 2
-_EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
+_PROBED_ROWS = 2  # number of rows per version whose log-probs are recomputed
 
 
 @torch.no_grad()
@@ -72,10 +70,7 @@ class GapWatch:
 
     @torch.no_grad()
     def measure(self, actor: nn.Module, experience: Experience, *, version: int) -> dict[str, Metric]:
-        """Return metrics of the gap, once per version.
-
-        Rows that contain tokens of older weights are left out, because one pass cannot recompute them.
-        """
+        """Return metrics of the gap, once per version, of rows that one pass can recompute: without older tokens."""
         if version == self._measured:
             return {}
         sequences, attention_mask, mask = experience.tokens_and_masks()
@@ -91,7 +86,7 @@ class GapWatch:
         gaps = (logprobs.float() - experience.action_log_probs[rows]).abs()[mask[rows]]
         mean = float(gaps.mean())
         dtype = next((parameter.dtype for parameter in actor.parameters()), torch.float32)
-        limit = _EXACT_GAP if dtype in (torch.float32, torch.float64) else _ROUNDED_GAP
+        limit = explained_gap(dtype)
         if not mean <= limit and not self._has_warned:
             self._has_warned = True
             logger.warning(

@@ -7,11 +7,9 @@
 
 Complete groups are scored in passes. They are delivered between tokens, in the order in which they were scored, when
 their rewards are ready and trainers have room. At most `source.capacity` samples wait for rewards before no more
-prompts are requested. Makers that only have `make_experience`, and data loaders, work on whole batches: the next batch
-starts when the last one is scored.
+prompts are requested. Makers that only have `make_experience`, and data loaders, work on whole batches, one at a time.
 
-Prompts are requested on a background thread, and only when they can start: a lease held idle could not go to a faster
-maker.
+Prompts are requested on a background thread, and only when they can start: a faster maker could use an idle lease.
 """
 
 import dataclasses
@@ -33,10 +31,8 @@ from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_source import WorkSource
 from coati.peers import wait_in_slices
 
-# Polling interval for rewards while the loop waits for something else.
-_POLL_SECONDS: Final = 0.02
-# Polling interval for a stop while the loop waits for prompts and nothing is pending.
-_SLICE_SECONDS: Final = 0.5
+_POLL_SECONDS: Final = 0.02  # polling interval for rewards while the loop waits for something else
+_SLICE_SECONDS: Final = 0.5  # polling interval for a stop while the loop waits for prompts and nothing is pending
 # Fraction of all slots that must be free before the loop requests prompts. Small requests and prefills are inefficient.
 _MIN_FREE_FRACTION: Final = 1 / 8
 

@@ -1,17 +1,8 @@
 """The journal of a ledger: its events in an append-only file that stays readable if it is truncated at any byte.
 
-Each record is one line: a checksum, a space, a JSON list of events. The first record describes the ledger.
-
-    1f0c3a9e [{"format":1,"run":"…","rules":{…}}]
-    77ab01c2 [{"grant":[0],"maker":"maker-0","version":0},{"grant":[1],"maker":"maker-0","version":0}]
-
-A partial record at the end, left by a process that died while writing, is ignored. A bad record with good ones after it
-is an error.
-
-A resumed run appends {"resume": version, "events": n, "first_epoch": e, "rules": {…}}: the first n events led to its
-checkpoint, the events between those and this one are void, open leases are returned, and epochs continue from e. If n
-is null, the checkpoint has no such trainer, and the events up to the first resume from that version or a later one
-count. If the number of trainers changed, "state" holds the numbers that the ledger has now.
+Each record is one line: a checksum, a space, a JSON list of events. The first record describes the ledger. A partial
+record at the end, left by a process that died while writing, is ignored. A bad record with good ones after it is an
+error. docs/ledger.md describes the events, and which of them a `resume` makes void.
 """
 
 import dataclasses
@@ -259,7 +250,8 @@ def _scan(path: Path, data: bytes) -> tuple[list[list[Event]], int]:
     records: list[list[Event]] = []
     start = good = 0
     for line in io.BytesIO(data):
-        if (is_whole := _is_whole(line)) and start != good:
+        is_whole = line.endswith(b"\n") and line[:9] == b"%08x " % zlib.crc32(line[9:-1])
+        if is_whole and start != good:
             raise CheckpointError(
                 f"The journal {str(path)!r} is damaged at byte {good}: the record there does not match its checksum, "
                 f"and there are good records after it, from byte {start}. Restore the file from a backup. Without one, "
@@ -270,7 +262,3 @@ def _scan(path: Path, data: bytes) -> tuple[list[list[Event]], int]:
             records.append(json.loads(line[9:]))
             good = start
     return records, good
-
-
-def _is_whole(line: bytes) -> bool:
-    return line.endswith(b"\n") and line[:9] == b"%08x " % zlib.crc32(line[9:-1])

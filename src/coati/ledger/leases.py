@@ -1,19 +1,13 @@
-"""The ledger of a trainer: which maker makes which group, and in which order groups are trained on.
-
-A lease is the right and duty to make one group of samples. Makers request leases, and the ledger grants as many as two
-limits allow:
-
-* `lead`: at most (lead + 1) versions' worth of samples are granted and not trained on. It decides how fresh data is.
-* `max_staleness`, η: a lease granted to a maker that serves version v has the deadline v + η, the last version at which
-  it may be trained on. It is granted only if every group that is not picked yet can still meet its own deadline.
-
-Delivered groups are picked for training earliest deadline first. A group may overtake others only while those can still
-meet their deadlines. So the trainer waits for a slow group only in the last batch that may contain it, and no sample is
-older than η versions. With η = 0, groups are picked in the order of their numbers, so a run is bit-reproducible.
+"""The ledger of a trainer: which maker makes which group, and in which order groups are trained on (docs/ledger.md).
 
     requested ──► open ──► delivered ──► picked ──► trained
                  ▲    │ └──► dropped or quarantined (another group takes its place)
                  └────┘ returned: its maker died, left, stalled, or is too slow
+
+Two limits decide how many leases are granted. `lead`: at most (lead + 1) versions' worth of samples are granted and not
+trained on. `max_staleness`, η: a lease granted to a maker that serves version v has the deadline v + η, the last
+version at which it may be trained on, and is granted only if every group that is not picked yet can still meet its own.
+Delivered groups are picked earliest deadline first, ahead of others only while those can still meet their deadlines.
 
 Every change is an event (`Ledger.events`). Replaying the events reproduces the ledger.
 """
@@ -69,7 +63,7 @@ class Ledger:
         self.num_dropped = 0  # numbers dropped or quarantined
         self.num_trained = 0  # samples
         self._records: dict[int, LeaseRecord] = {}
-        self._picked: deque[int] = deque()  # numbers picked and not yet trained on
+        self.picked: deque[int] = deque()  # numbers picked and not yet trained on, in this order
         self._returned: list[int] = []  # numbers
         self._delivered: list[tuple[int, int]] = []  # heap of (deadline, number)
         self._due: Counter[int] = Counter()  # samples open or delivered, by deadline
@@ -190,11 +184,6 @@ class Ledger:
 
     # Calls of the trainer
 
-    @property
-    def picked(self) -> list[int]:
-        """Numbers of the groups picked and not yet trained on, in the order of picking."""
-        return list(self._picked)
-
     def pick(self) -> int | None:
         """Pick the next group to train on and return its number; None if it is not delivered yet."""
         if not self._delivered or not self._may_pick(*self._delivered[0]):
@@ -206,8 +195,7 @@ class Ledger:
     def mark_trained(self, version: int, samples: int | None = None) -> None:
         """Record that the groups picked for the versions before `version` have been trained on.
 
-        `samples` is the total number of samples trained on in the run, which a stop may leave below the number picked;
-        None for all of those versions.
+        `samples` is the number of samples trained on in the run; None for all picked, which a stop may leave above it.
         """
         due = min(self.num_picked, version * self.rules.samples_per_version)
         self._change({"train": version, "samples": due if samples is None else samples})
@@ -267,7 +255,7 @@ class Ledger:
 
     def _may_pick(self, deadline: int, number: int) -> bool:
         """Whether a delivered group may be picked now, ahead of groups that are not delivered yet."""
-        if self.rules.is_on_policy:
+        if self.rules.max_staleness == 0:
             return number == min(number for number, record in self._records.items() if record.state != "picked")
         due = 0
         for earlier in sorted(one for one in self._due if one < deadline):
@@ -312,7 +300,7 @@ class Ledger:
         elif kind == "pick":
             record.state = "picked"
             heapq.heappop(self._delivered)  # the picked group is always the first
-            self._picked.append(record.number)
+            self.picked.append(record.number)
             self.num_picked += self.rules.group_size
             self._count_due(record, -self.rules.group_size)
         else:  # dropped or quarantined
@@ -324,7 +312,7 @@ class Ledger:
         self.version = version
         size = self.rules.group_size
         for _ in range(-(-samples // size) - -(-self.num_trained // size)):  # after a stop, the last may be partial
-            del self._records[self._picked.popleft()]
+            del self._records[self.picked.popleft()]
         self.num_trained = samples
 
     def _count_due(self, record: LeaseRecord, samples: int) -> None:
@@ -338,7 +326,7 @@ class Ledger:
     def state(self) -> dict[str, Any]:
         """Return the state as JSON values. The speeds of makers are not included; they are measured again."""
         records = [dataclasses.asdict(record) for record in self._records.values()]
-        return {**{name: getattr(self, name) for name in _COUNTERS}, "picked": list(self._picked), "works": records}
+        return {**{name: getattr(self, name) for name in _COUNTERS}, "picked": list(self.picked), "works": records}
 
     @classmethod
     def restored(cls, rules: LedgerRules, state: Mapping[str, Any], *, first_epoch: int = 0) -> Self:
@@ -350,7 +338,7 @@ class Ledger:
         ledger._first_epoch = first_epoch
         for name in _COUNTERS:
             setattr(ledger, name, int(state[name]))
-        ledger._picked = deque(state["picked"])
+        ledger.picked = deque(state["picked"])
         for fields in state["works"]:
             record = ledger._records[fields["number"]] = LeaseRecord(**fields)
             if record.state in ("open", "returned"):

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 from coati.errors import ConfigError
 
-# A lease is taken back from a maker if another maker is faster by this factor.
-_MUCH_QUICKER = 2.0
+_MUCH_QUICKER = 2.0  # A lease is taken back from a maker if another maker is faster by this factor
 # Decay of a maker's speed statistics each time it gets leases. It decays per request, not per group, because one batch
 # with a long response says little however many groups it has.
 _MEMORY = 0.98
@@ -49,8 +48,7 @@ class LeaseRequest(NamedTuple):
 class LedgerRules:
     """What one trainer consumes, and how far makers may run ahead of it.
 
-    Trainer number `stream` of `num_streams` owns every `num_streams`-th lease number of the run. (These names are part
-    of the journal's format.)
+    Trainer number `stream` of `num_streams` owns every `num_streams`-th lease number. The journal has these names.
     """
 
     samples_per_version: int
@@ -62,25 +60,14 @@ class LedgerRules:
     num_streams: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("samples_per_version", "total_samples", "group_size", "num_streams"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}.")
-        if self.lead < 0 or (self.max_staleness is not None and self.max_staleness < 0):
-            raise ConfigError(
-                f"lead and max_staleness must be 0 or more, got {self.lead} and {self.max_staleness}. Set both to 0 "
-                "for on-policy training."
-            )
+        assert min(self.samples_per_version, self.total_samples, self.group_size, self.num_streams) > 0
+        assert min(self.lead, self.max_staleness or 0) >= 0
         if self.samples_per_version % self.group_size or self.total_samples % self.group_size:
             raise ConfigError(
                 f"each version and the whole run must consist of whole groups of {self.group_size} samples for each "
                 f"trainer, got {self.samples_per_version} and {self.total_samples} samples. Make train.batch_size × "
                 "train.update_steps and train.batch_size × train.total_steps multiples of rollout.samples_per_prompt."
             )
-
-    @property
-    def is_on_policy(self) -> bool:
-        """Whether every sample must be trained on at the version that wrote it."""
-        return self.max_staleness == 0
 
     @property
     def limit(self) -> int:

@@ -1,7 +1,6 @@
 """The policy: a transformers causal LM, and the scoring code that maker, learner and evaluation share.
 
-Known models are called with packed rows and scored from hidden states; all others are called with padding and scored
-from their logits.
+Known models are called with packed rows and scored from hidden states, all others with padding and from their logits.
 """
 
 import contextlib
@@ -75,16 +74,11 @@ class Actor(nn.Module):
     ) -> Any:
         """Return the wrapped model's output. Positions count real tokens only, so left padding has no effect.
 
-        With `scoring`, return the log-probs and entropies that it asks for. Prefer `action_logprobs`, which checks the
-        model first.
+        With `scoring`, return the log-probs and entropies that it asks for; `action_logprobs` checks the model first.
         """
         if scoring is not None:
             return score_actions(self.model, input_ids, attention_mask, scoring)
         return forward_causal(self.model, input_ids, attention_mask, **kwargs)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `generate` of the wrapped model."""
-        return self.model.generate(*args, **kwargs)
 
     def save_pretrained(self, path: str | Path, **kwargs: Any) -> None:
         """Write a folder that transformers can load (peft, if the actor has LoRA adapters)."""
@@ -154,6 +148,11 @@ def scoring_problem(model: nn.Module) -> str | None:
     return None
 
 
+def explained_gap(dtype: torch.dtype) -> float:
+    """Return the largest mean difference of log-probs that rounding explains in models of this dtype."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
+
+
 def score_actions(
     model: nn.Module, sequences: Tensor, attention_mask: Tensor | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor | None]:
@@ -204,8 +203,7 @@ def score_padded(
     kept = {"logits_to_keep": scoring.num_actions + 1} if accepts(inner or model, "logits_to_keep") else {}
     output = forward_causal(model, sequences, attention_mask, inner=inner, **kept)
     logits = output if isinstance(output, Tensor) else output["logits"]
-    # The logits at position t score the token at t + 1. Those at the last position score nothing, but cutting them off
-    # here would copy the rest.
+    # The logits at position t score the token at t + 1. The last ones score nothing, but cutting them off would copy.
     logprobs, entropy = logprobs_and_entropy(
         logits[:, -scoring.num_actions - 1 :],
         F.pad(sequences[:, -scoring.num_actions :], (0, 1)),

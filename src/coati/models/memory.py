@@ -68,17 +68,21 @@ def _identity(tensor: Tensor) -> object:
 def iter_state_chunks(
     module: nn.Module, *, max_bytes: int = 1 << 26, names: Collection[str] | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the state dict in its own order, in chunks of at most `max_bytes`.
+    """Yield the state dict in its own order, in chunks as `in_chunks` makes them.
 
-    A larger tensor is a chunk by itself. Tied weights come once, under their first name. Tensors are detached, whole,
-    and may share memory with the module. Sharded ones are gathered one at a time, so all ranks must iterate together.
+    Tied weights come once, under their first name. Tensors are detached, whole, and may share memory with the module.
+    Sharded ones are gathered one at a time, so all ranks must iterate together.
     """
     tied = tied_names(module)
+    tensors = ((name, tensor) for name, tensor in state_tensors(module).items() if name not in tied)
+    yield from in_chunks((one for one in tensors if names is None or one[0] in names), max_bytes)
+
+
+def in_chunks(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Group named tensors, made whole, into chunks of at most `max_bytes`; a larger tensor is a chunk by itself."""
     chunk: dict[str, Tensor] = {}
     chunk_bytes = 0
-    for name, tensor in state_tensors(module).items():
-        if name in tied or (names is not None and name not in names):
-            continue
+    for name, tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()  # of the whole tensor, also for a DTensor
         if chunk and chunk_bytes + num_bytes > max_bytes:
             yield chunk

@@ -24,8 +24,7 @@ from transformers.masking_utils import sdpa_mask
 
 from coati.models.tiles import active_tile, padded_length
 
-PACKED_ATTENTION = "coati_packed"
-"""Value of `config._attn_implementation` for models that can take packed rows."""
+PACKED_ATTENTION = "coati_packed"  # value of `config._attn_implementation` for models that can take packed rows
 
 _LARGEST_FLASH_HEAD = 256
 _MIN_BUCKET_LENGTH = 64

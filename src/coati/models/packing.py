@@ -41,8 +41,7 @@ PACKED_MODEL_TYPES = (
     "opt",
 )  # fmt: skip
 
-MIN_SHARED_TOKENS = 4
-"""Minimum length of a shared prefix that is worth its bookkeeping."""
+MIN_SHARED_TOKENS = 4  # minimum length of a shared prefix that is worth its bookkeeping
 _MAX_TOKENS_PER_SHARED = 8  # at least one in this many tokens must be shared
 
 
@@ -152,8 +151,7 @@ class PackedRows:
     def actions(self, num_actions: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return index among the N, row and column of the tokens to score, [n] each.
 
-        These are the tokens in the last `num_actions` columns, except the first token of a row; columns count from the
-        first of these.
+        These are the tokens in the last `num_actions` columns, counted from 0, except the first token of a row.
         """
         columns = self.indices % self.shape[1] - (self.shape[1] - num_actions)
         at = ((columns >= 0) & (self.positions > 0)).nonzero().squeeze(1)

@@ -130,7 +130,7 @@ def tiled_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
 def _is_batch_exact(inputs: Tensor, weight: Tensor) -> bool:
     """Return whether a batch of products has the bits of single ones: MKL's have, unless threads share a long sum."""
     is_float32_on_cpu = inputs.device.type == "cpu" and inputs.dtype == torch.float32
-    is_mkl = torch.backends.mkl.is_available() and torch.get_num_threads() == 1
+    is_mkl = torch.backends.mkl.is_available() and torch.get_num_threads() == 1  # type: ignore[no-untyped-call]
     return is_float32_on_cpu and is_mkl and len(weight) > 1  # a single row is a vector, with code of its own
 
 

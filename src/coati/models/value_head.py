@@ -32,8 +32,7 @@ _HEAD_NAMES = ("score", "classifier", "v_head", "value_head")
 class ValueHeadModel(nn.Module):
     """A decoder with a linear head of one output.
 
-    Built from a sequence-classification model with one label, a causal LM, or a bare decoder. The last two get a new
-    head that starts at zero.
+    Built from a sequence-classification model with one label, a causal LM or a bare decoder, whose new head is zero.
     """
 
     def __init__(self, model: PreTrainedModel, *, lora: LoRASettings | None = None) -> None:

@@ -8,8 +8,6 @@ thread). What it could not send is still in the files; `python -m coati.monitor.
            ◄── error message, on stdout ───────────────────────────
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -93,7 +91,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, name: str) -> None:
         logger.warning(_FAILED, name, f"{reason} (see {folder / 'trackers' / name}.log). {remedy}")
 
 
-def _follow_here(reader: RowReader, tracker: Tracker, end: int) -> None:
+def _follow_here(reader: "RowReader", tracker: Tracker, end: int) -> None:
     try:
         follow(reader, tracker, end)
     except Exception as error:
@@ -106,8 +104,7 @@ class RowReader:
     """Reads the rows of a run while it writes them, each with the samples that belong to it.
 
     The samples of a weight version belong to the row that has the makers' metrics of this version. When a run continues
-    from an earlier step, its files are replaced. They are then read from the start, without rows up to `seen`, the
-    `time` of the last row read.
+    from an earlier step, its files are replaced. They are then read from the start, skipping times up to `seen`.
     """
 
     def __init__(self, folder: Path, seen: float = 0.0) -> None:

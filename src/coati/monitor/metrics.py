@@ -1,9 +1,4 @@
-"""Typed metric values, each with its reduction, and the JSONL files that hold them.
-
-docs/metrics.md describes every metric.
-"""
-
-from __future__ import annotations
+"""Typed metrics (docs/metrics.md), each with its reduction, and the JSONL files that hold them."""
 
 import json
 import math
@@ -129,11 +124,8 @@ def cut_jsonl(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> list[di
     return kept
 
 
-def load_metrics(run: str | Path) -> pandas.DataFrame:
-    """Load a run's metrics as a pandas DataFrame, one row per `step`.
-
-    Metrics that are written once per weight version are NaN in its other rows.
-    """
+def load_metrics(run: str | Path) -> "pandas.DataFrame":
+    """Load a run's metrics as a DataFrame, one row per `step`; those of a whole version are NaN in its other rows."""
     try:
         import pandas
     except ImportError as error:

@@ -67,8 +67,7 @@ class WarningRecorder(logging.Handler):
 class WarningsFile(logging.Handler):
     """Logging handler and context manager that writes a run's warnings to a file, and limits how many are shown.
 
-    Of the warnings from one place in the code, the first three are shown, then the 10th, the 100th and so on. Errors
-    are always shown.
+    Of the warnings from one place in the code, the first three are shown, then the 10th, the 100th …; errors always.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,7 +1,5 @@
 """The content of a run's report, for finished and running runs: key figures, metric curves, samples, and times."""
 
-from __future__ import annotations
-
 import html
 import math
 import statistics
@@ -106,7 +104,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         raise DataError(f"{path} cannot be read: {error}. Restore the file, or its permissions.") from None
 
 
-def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
+def headline(run: RunFolder, times: "RunTimes | None") -> list[tuple[str, str]]:
     """Return the key figures at the top of a report as (name, value) pairs. Unknown ones are left out."""
     facts: list[tuple[str, str]] = []
     if rewards := [reward for _, reward in run.series("reward/mean")]:

@@ -1,7 +1,5 @@
 """The log of a run: metrics, samples and spans in its folder, and the snapshot that the live view shows."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time
@@ -108,8 +106,7 @@ class RunLog:
     def continue_from(self, step: int, version: int, *, is_restart: bool = False) -> None:
         """Continue after `step`: drop the records of later steps, here and in the run's files.
 
-        With `is_restart`, makers have kept running: what they report of the dropped versions is ignored, because these
-        are sampled again.
+        With `is_restart`, makers have kept running: what they report of the dropped versions is ignored.
         """
         assert self._folder is not None
         if is_restart:

@@ -5,8 +5,6 @@ driver writes the spans to `spans.jsonl`. Times are seconds since the epoch: the
 then a monotonic clock continues it. Actors on different hosts agree only as well as the hosts' clocks do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import threading
@@ -51,7 +49,7 @@ class TimeUse:
     elapsed: float = 0.0
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
-    def after(self, earlier: TimeUse) -> TimeUse:
+    def after(self, earlier: "TimeUse") -> "TimeUse":
         """Return the part of this period after `earlier`, a period with the same start."""
         seconds = {what: total - earlier.seconds.get(what, 0.0) for what, total in self.seconds.items()}
         return TimeUse(self.elapsed - earlier.elapsed, seconds)

@@ -4,8 +4,6 @@ Each class adapts one package to the protocol `Tracker`. Each runs in its own pr
 these packages start threads, install signal handlers and block on the network.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -4,8 +4,6 @@ A sample therefore has the same id, and with it the same random draws, on every 
 their position in the order; they are skipped, and counted by reason.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math
@@ -31,8 +29,7 @@ SKIP_NO_ROOM = "without room for a response"
 CUT_SHORT = "with less room than max_new_tokens"
 
 _CACHED_PROMPTS = 1024  # a small table is tokenized once, a prompt of a large table whenever it is used
-# No text has more characters per token, so a text that is too long by this bound is skipped without tokenizing it:
-# tokenizing megabytes can take minutes.
+# No text has more characters per token. A text too long by this bound is skipped: tokenizing it could take minutes.
 _CHARACTERS_PER_TOKEN = 32
 
 
@@ -94,8 +91,7 @@ class PromptStream:
     def batch(self, numbers: Sequence[int], *, group_size: int = 1) -> tuple[list[Sample], dict[int, str]]:
         """Return the samples of the leases with these numbers, and the reasons for skipped leases, by number.
 
-        A lease covers `group_size` samples of one prompt: either all `samples_per_prompt` of them, or one. Samples of
-        one prompt are adjacent.
+        A lease covers `group_size` samples of one prompt, all or one of them. Samples of one prompt are adjacent.
         """
         samples: list[Sample] = []
         skipped = {}

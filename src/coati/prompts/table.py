@@ -1,7 +1,5 @@
 """Loads a table of prompts. JSONL is read here, everything else by `datasets`, which the extra `data` installs."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

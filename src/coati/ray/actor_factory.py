@@ -1,8 +1,7 @@
 """Creates the actors of a run from its settings, and kills them.
 
-All trainers of a group hold the same weights, so one trainer updates each maker. The maker's number decides which: the
-assignment must not change when other makers join or leave, because trainers switch lists at different versions, and the
-maker could miss an update.
+All trainers of a group hold the same weights, so one trainer updates each maker. The maker's number decides which: an
+assignment that changed when others join or leave could miss an update, as trainers switch lists at different versions.
 """
 
 import functools

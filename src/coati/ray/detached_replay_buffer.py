@@ -183,10 +183,7 @@ class DetachedReplayBuffer(SampleBuffer):
         return (pad_items(rest) if rest else None,)
 
     def all_finished(self) -> bool:
-        """Whether every maker has been done for `deadlines.grace_seconds`.
-
-        Raises PeerDied if none of them finished; at once if all are gone.
-        """
+        """Whether every maker has been done for `deadlines.grace_seconds`; PeerDied if none of them finished."""
         now = self._clock()
         if now - self._last_poll >= _POLL_SECONDS:
             self._last_poll = now

@@ -51,10 +51,7 @@ class RunActor:
         self._commands[method, about] = self.peer.call(method, *args), args
 
     def retry_lost_commands(self) -> None:
-        """Retry commands whose connection broke, or that hit a deadline while a training step held the actor up.
-
-        Raises any other exception of a command.
-        """
+        """Retry commands whose connection broke, or that a training step kept waiting; raise other exceptions."""
         for (method, about), (call, args) in list(self._commands.items()):
             if not call.done():
                 continue
@@ -79,10 +76,7 @@ class Restarts:
         self.counts: Counter[str] = Counter(makers=0, trainers=0)
 
     def count_death(self, kind: str, name: str, error: BaseException) -> float:
-        """Count a death among the "makers" or "trainers"; return the seconds to wait before the restart.
-
-        Raises PeerDied if the budget is exhausted.
-        """
+        """Count a death of "makers" or "trainers"; return the seconds until the restart. PeerDied if none is left."""
         now = time.monotonic()
         while self._recent and now - self._recent[0] > _WINDOW_SECONDS:
             self._recent.popleft()

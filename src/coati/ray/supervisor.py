@@ -4,8 +4,7 @@
     trainer    loading ─► loaded ─► syncing ─► synced ─► training ─► trained
 
 An actor is loaded when it answers its first call. Trainers hear of a maker only then, because an update would wait for
-a maker that is still loading. A maker is working once it has its first weights. All trainers of a group change state
-together.
+a maker that is still loading. A maker is working once it has its first weights. All trainers change state together.
 
 Each turn creates missing makers, whether they died or the target number rose (`coati scale`), and stops surplus ones.
 The leases of a maker that is gone or unresponsive are reassigned. If a trainer dies, all trainers restart from the
@@ -31,8 +30,7 @@ from coati.run_folder import StartingPoint, choose_start, continue_files
 logger = logging.getLogger(__name__)
 
 _LAST_FETCH_SECONDS = 5.0
-NAME_SECONDS = 0.5
-"""Time until Ray frees the name of a killed actor."""
+NAME_SECONDS = 0.5  # time until Ray frees the name of a killed actor
 # How long to wait, after a rank raised, for Ray to report the death of another rank, which may be the cause.
 _DEATH_SECONDS = 20.0
 
@@ -129,10 +127,7 @@ class Supervisor:
     # The state machine
 
     def turn(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a job to end, and as long for reports; then react to all changes.
-
-        Raises the error if one of them ends the run.
-        """
+        """Wait up to `timeout` seconds for a job to end, and again for reports; react, or raise what ends the run."""
         if not self.actors:
             time.sleep(timeout)
         for actor in self.actors:

@@ -1,7 +1,5 @@
 """The interface of rewards: a request with tokens and texts in, a score per sample out; NaN means no score."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -24,8 +22,7 @@ class RewardRequest:
     """A batch of finished samples, as texts for functions and as tokens for models.
 
     `prompts` and `completions` are texts, or functions that return them, called on first use. `columns` are the other
-    columns of the dataset, B values each. `sequences`, [B, S], are left-padded prompts followed by responses; S = 0 if
-    only the texts are known.
+    columns of the dataset, B values each. `sequences`, [B, S], are left-padded prompts, then responses, or S = 0.
     """
 
     def __init__(
@@ -46,7 +43,7 @@ class RewardRequest:
     def __len__(self) -> int:
         return int(self.sequences.shape[0])
 
-    def select(self, rows: list[int]) -> RewardRequest:
+    def select(self, rows: list[int]) -> "RewardRequest":
         """Return a request for some of the samples."""
         part = RewardRequest(
             prompts=[self.prompts[row] for row in rows],

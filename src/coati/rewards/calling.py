@@ -1,7 +1,5 @@
 """Loads reward functions by name, calls them, and checks what they return. Does not import torch."""
 
-from __future__ import annotations
-
 import asyncio
 import difflib
 import functools
@@ -233,11 +231,7 @@ def _number(index: int, value: Any) -> float:
 
 
 def _imported(name: str, search_paths: Sequence[Path]) -> Callable[..., Any]:
-    """Import "module:function".
-
-    The search paths are first in `sys.path` during the import. Afterwards they are last, because a function may import
-    neighbouring modules when it is called.
-    """
+    """Import "module:function", with the search paths first in `sys.path`, and last afterwards, for later imports."""
     module_name, _, attribute = name.partition(":")
     if not all(map(str.isidentifier, (attribute, *module_name.split(".")))):
         close = difflib.get_close_matches(name, LIBRARY, n=1)

@@ -1,7 +1,5 @@
 """A Python function as a reward. It runs on a thread or in a child process, so it cannot block a run if it hangs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait

@@ -10,8 +10,6 @@ Answers are JSON because the maker must not unpickle data from a function. Funct
 thread, where signals can interrupt them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -51,8 +49,7 @@ _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from coati.rewards.process import main_of_child
 main_of_child(int(sys.argv[2]))"""
-START_SECONDS = 120.0
-"""Deadline for starting a child, which includes the import of the function."""
+START_SECONDS = 120.0  # deadline for starting a child, which includes the import of the function
 _END_SECONDS = 5.0
 _ANSWER_BYTES = 1 << 20  # without verdicts
 _VERDICT_BYTES = 1 << 16
@@ -72,14 +69,13 @@ class _Answer(BaseModel, strict=True):
 class RewardProcess:
     """A reward function in a child process, which is started at once and kept between calls.
 
-    `function` is a name, with `options`, or a function at the top level of a module. Raises ConfigError if the child
-    cannot import it.
+    `function` is a name, with `options`, or a function at the top level of a module. ConfigError if not importable.
     """
 
     def __init__(
         self,
         function: str | Callable[..., Any],
-        settings: RewardSettings,
+        settings: "RewardSettings",
         *,
         options: Mapping[str, Any] | None = None,
         search_paths: Sequence[Path] = (),
@@ -236,7 +232,7 @@ def _kill_descendants() -> None:
         psutil.wait_procs(running, timeout=0.1)
 
 
-def _serve(maker: Connection[Any, Any], libc: ctypes.CDLL) -> None:
+def _serve(maker: "Connection[Any, Any]", libc: ctypes.CDLL) -> None:
     """Load the function and answer requests until the maker closes its end of the socket."""
     own_pid = os.getpid()
 

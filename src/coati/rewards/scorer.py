@@ -4,8 +4,6 @@ If a reward or a term of a sum fails, it is retried for the samples that it fail
 alone. If it fails on all samples and has never scored any, the reward itself is wrong, which is an error.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -31,7 +29,7 @@ _GRACE_SECONDS = 5.0
 class PendingScores:
     """The scores of one batch, which a thread may still be computing. Call the object to get them."""
 
-    def __init__(self, scorer: RewardScorer, request: RewardRequest, device: torch.device) -> None:
+    def __init__(self, scorer: "RewardScorer", request: RewardRequest, device: torch.device) -> None:
         """Start to score `request`; the scores are returned on `device`."""
         self.verdicts: dict[str, list[Verdict]] = {}
         """The verdicts on all samples, by name of the reward or of each term of a sum. Empty until scoring is done."""

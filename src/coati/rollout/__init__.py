@@ -4,25 +4,18 @@ import logging
 from typing import Any
 
 from coati.config import RolloutSettings
-from coati.config.generate import GenerateOptions, native_engine_problem
+from coati.config.generate import GenerateOptions as GenerateOptions
+from coati.config.generate import native_engine_problem
 from coati.errors import ConfigError
 from coati.models.tiles import set_batch_invariant
-from coati.rollout.engine import RolloutEngine, generate, join_samples, prepared
-from coati.rollout.native import NativeEngine, config_of
-from coati.rollout.reference import ReferenceEngine
-from coati.rollout.vllm import VllmEngine
-
-__all__ = [
-    "GenerateOptions",
-    "NativeEngine",
-    "ReferenceEngine",
-    "RolloutEngine",
-    "VllmEngine",
-    "generate",
-    "join_samples",
-    "make_engine",
-    "prepared",
-]
+from coati.rollout.engine import RolloutEngine as RolloutEngine
+from coati.rollout.engine import generate as generate
+from coati.rollout.engine import join_samples as join_samples
+from coati.rollout.engine import prepared as prepared
+from coati.rollout.native import NativeEngine as NativeEngine
+from coati.rollout.native import config_of
+from coati.rollout.reference import ReferenceEngine as ReferenceEngine
+from coati.rollout.vllm import VllmEngine as VllmEngine
 
 logger = logging.getLogger(__name__)
 

@@ -86,8 +86,7 @@ class _Batch:
 
     def __init__(self, model: nn.Module, samples: list[Sample], width: int, device: torch.device) -> None:
         self._model = model
-        self.samples = dict(enumerate(samples))
-        """Samples that have not finished, by row."""
+        self.samples = dict(enumerate(samples))  # samples that have not finished, by row
         self._cache: Any = None
         options = samples[0].options
         self._sampler = Sampler(options)

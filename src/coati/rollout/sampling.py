@@ -54,8 +54,7 @@ class Sampler:
 def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     """Return for each row the token at which the cumulative probability first exceeds its uniform number, [B].
 
-    Computed in float64, so that the tail of a large vocabulary is not rounded away. A token of probability 0 is never
-    drawn.
+    Float64 keeps the tail of a large vocabulary from being rounded away. A token of probability 0 is never drawn.
     """
     cumulative = log_probs.double().exp().cumsum(dim=-1)
     total = cumulative[:, -1]

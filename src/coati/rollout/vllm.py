@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from coati.errors import ConfigError, EngineFailed, GenerateOptionError, WeightUpdateError
 from coati.experience import Sample
-from coati.models.actor import action_logprobs, unwrap
+from coati.models.actor import action_logprobs, explained_gap, unwrap
 from coati.models.calls import context_length_of
 from coati.models.lora import plain_name
+from coati.models.memory import in_chunks
 from coati.models.packing import base_of
 from coati.randomness import keyed_generator
 from coati.rollout.engine import admitted
@@ -36,13 +37,11 @@ from coati.rollout.vllm_workers import (
     remove_shared_memory_at_exit,
     sum_of_bits,
     sums_of_bits,
-    weight_chunks,
 )
 from coati.weights.message import copy_all, layout, specs_of, tensor_views
 
 _CANARY_TOKENS = 32
-# Largest mean difference of log-probs that rounding can explain, in float32 and in narrower formats.
-_EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
+_CHUNK_BYTES = 256 * 2**20  # maximum size of a chunk of weights in shared memory
 _WORKER_SECONDS = 300.0  # deadline for a call of all workers; vLLM's own deadline for a step is the same
 
 
@@ -257,7 +256,7 @@ class VllmEngine:
     def _send_weights(self, base: nn.Module) -> None:
         """Update the workers' weights as vLLM's `reload_weights` does, in chunks of memory that all workers map."""
         self._call_workers(begin_update)
-        for chunk in weight_chunks(_merged_weights(base)):
+        for chunk in in_chunks(_merged_weights(base), _CHUNK_BYTES):
             specs = specs_of(chunk)
             size = layout(specs)[1]
             file = os.memfd_create("coati-weights")  # anonymous, so nothing is left behind if a process is killed
@@ -315,8 +314,7 @@ class VllmEngine:
         tokens = output.prompt_token_ids
         found = [choices[token].logprob for token, choices in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
         gap = float((torch.tensor(found) - wanted.cpu()).abs().mean())
-        is_exact = next(self.model.parameters()).dtype in (torch.float32, torch.float64)
-        if not gap <= (_EXACT_GAP if is_exact else _ROUNDED_GAP):
+        if not gap <= explained_gap(next(self.model.parameters()).dtype):
             self._weights = ()
             raise WeightUpdateError(
                 f"after a weight update, log-probs of vLLM and the actor differ by {gap:.3g} on average. vLLM may "

@@ -3,7 +3,7 @@
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,6 @@ import torch
 from torch import Tensor
 
 from coati.weights.message import TensorSpec, layout, tensor_views
-
-_CHUNK_BYTES = 256 * 2**20  # maximum size of a chunk of weights in shared memory
-
-
-def weight_chunks(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Group weights into chunks of bounded size; a larger tensor is a chunk by itself."""
-    chunk: dict[str, Tensor] = {}
-    for name, weight in weights:
-        if chunk and sum(one.nbytes for one in chunk.values()) + weight.nbytes > _CHUNK_BYTES:
-            yield chunk
-            chunk = {}
-        chunk[name] = weight
-    yield chunk
 
 
 def remove_shared_memory_at_exit(workers: Iterable[int]) -> "subprocess.Popen[bytes]":

@@ -7,8 +7,7 @@
         rank-0.safetensors   one per rank: its random state, and samples that were delivered but not trained on
         manifest.json        a digest of every file
 
-The training thread copies everything to host memory, and a background thread writes it. If writing fails, training
-continues, and earlier checkpoints stay.
+The training thread copies everything to host memory; a background thread writes it. If that fails, training continues.
 """
 
 import dataclasses
@@ -61,8 +60,7 @@ class Checkpoints:
     def is_due(self, version: int, num_fresh: int, *, was_stopped: bool) -> bool:
         """Whether to save this version: every `train.save_every` versions, and when a run is stopped.
 
-        A version that the stop cut short is not saved if the one before it was: a run that resumes from a complete
-        version continues bit for bit.
+        A version that the stop cut short is not saved if the one before was, from which a run continues bit for bit.
         """
         if self.folder is None:
             return False
@@ -114,10 +112,7 @@ class Checkpoints:
         return of_rank, safetensors.torch.save({**tensors, **random_state(self.learner.strategy.device)}), None
 
     def wait(self) -> None:
-        """Wait until the last checkpoint has been written or has failed.
-
-        Raises DeadlineExceeded after `deadlines.update_seconds`.
-        """
+        """Wait until the last checkpoint is written or failed; DeadlineExceeded after `deadlines.update_seconds`."""
         if self._writing is None:
             return
         try:

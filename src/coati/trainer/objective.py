@@ -39,10 +39,8 @@ class StepCounts(NamedTuple):
 
     tokens: Tensor
     sequences: Tensor
-    max_response_tokens: int = 0
-    """The divisor of `algorithm.normalization = "constant"`."""
-    positive_tokens: Tensor | float = 0.0
-    """Tokens of responses with a reward above 0."""
+    max_response_tokens: int = 0  # the divisor of `algorithm.normalization = "constant"`
+    positive_tokens: Tensor | float = 0.0  # tokens of responses with a reward above 0
 
 
 def policy_objective(
@@ -52,10 +50,7 @@ def policy_objective(
     counts: StepCounts,
     algorithm: AlgorithmSettings,
 ) -> PolicyLossOutput:
-    """Compute the policy loss of a micro-batch.
-
-    `algorithm.correction` must be resolved; with "decoupled", `part` must have proximal log-probs.
-    """
+    """Compute the policy loss of a micro-batch. `correction` must be resolved; "decoupled" needs proximal log-probs."""
     mask = part.full_action_mask()
     shares = loss_weights(
         mask,
@@ -112,10 +107,7 @@ LOSS_TENSORS = ("logprobs", "log_ratio", "advantages", "mask", "behavior_logprob
 
 
 def custom_surrogate(name: str, part: Experience, mask: Tensor) -> Surrogate:
-    """Wrap the custom loss "module:name", which takes tensors by parameter name, as a surrogate.
-
-    See docs/algorithms.md.
-    """
+    """Wrap the custom loss "module:name" (docs/algorithms.md), which takes tensors by their names, as a surrogate."""
     function = load_loss(name)
     declared = inspect.signature(function).parameters
 

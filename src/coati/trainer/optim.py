@@ -12,8 +12,7 @@ from coati.errors import ConfigError
 class HybridAdam(Adam):
     """Adam or AdamW with torch's fused kernels; parameters may be on CPU and GPUs at once.
 
-    `bias_correction` must be True, as torch's kernels always correct. With `adamw_mode`, weight decay is decoupled;
-    otherwise it is added to the gradient.
+    `bias_correction` must be True, as torch's kernels always correct. `adamw_mode` decouples the weight decay.
     """
 
     def __init__(

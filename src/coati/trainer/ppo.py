@@ -73,6 +73,7 @@ class PPOLearner:
             if model is not None:
                 optimizer = make_optimizer(optimizer_class, model, rate)
                 self.models[label], self.optimizers[label] = strategy.prepare((model, optimizer))
+        self.actor, self.critic = self.models["actor"], self.models.get("critic")  # as wrapped by the strategy
         for model in self.models.values():
             if train.compile:
                 compile_blocks(model)
@@ -90,21 +91,6 @@ class PPOLearner:
             )
             for optimizer in self.optimizers.values()
         ]
-
-    @property
-    def actor(self) -> nn.Module:
-        """The policy, as wrapped by the strategy."""
-        return self.models["actor"]
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the models are on."""
-        return self.strategy.device
-
-    @property
-    def critic(self) -> nn.Module | None:
-        """The critic, as wrapped by the strategy; None if there is none."""
-        return self.models.get("critic")
 
     def step(self, experience: Experience) -> dict[str, float]:
         """Train on one batch and return metrics, including `actor_loss` and, with a critic, `critic_loss`.
@@ -165,13 +151,16 @@ class PPOLearner:
 
     def state(self) -> dict[str, Any]:
         """Return the checkpoint state other than weights and optimizers; step counts determine the schedules."""
-        return {"counts": self.health.counts, "kl_coef": self._kl_coef}
+        health = self.health
+        counts = health.num_steps, health.num_skipped, health.num_skipped_in_a_row
+        return {"counts": counts, "kl_coef": self._kl_coef}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state()`, after weights and optimizers have been loaded."""
-        self.health.counts = state["counts"]
+        health = self.health
+        health.num_steps, health.num_skipped, health.num_skipped_in_a_row = state["counts"]
         self._kl_coef = state.get("kl_coef", self._kl_coef)
-        if steps := self.health.num_steps:
+        if steps := health.num_steps:
             for schedule in self._schedules:
                 schedule.load_state_dict({**schedule.state_dict(), "last_epoch": steps - 1, "_step_count": steps + 1})
                 schedule.step()

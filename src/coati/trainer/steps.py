@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 
 LARGEST_PASS = 32768
 FIXED_PASS = 16384
-MAX_SKIPPED_IN_A_ROW = 10
-"""Number of consecutive skipped batches that ends training."""
+MAX_SKIPPED_IN_A_ROW = 10  # number of consecutive skipped batches that ends training
 
 
 class PassTooLarge(Exception):
@@ -42,12 +41,9 @@ class MicroBatch(NamedTuple):
     """The rows of one forward and backward pass."""
 
     part: Experience
-    advantages: Tensor
-    """[B, A] of these rows, as the policy loss takes them."""
-    tokens: int
-    """Its cost in tokens; see `row_tokens`."""
-    is_real: bool
-    """False for a dummy pass that keeps this rank in step with the others."""
+    advantages: Tensor  # [B, A] of these rows, as the policy loss takes them
+    tokens: int  # its cost in tokens; see `row_tokens`
+    is_real: bool  # False for a dummy pass that keeps this rank in step with the others
     is_last: bool
 
 
@@ -57,8 +53,7 @@ class PassSize:
     "auto" starts with `LARGEST_PASS` on a GPU (larger passes are not faster) and halves it when a pass runs out of
     memory. If a single sample does, it calls `checkpoint` to turn on activation checkpointing, and starts again at the
     first size. Where a step cannot start over, "auto" is always `FIXED_PASS`: with several ranks, which wait for each
-    other in a pass, and with sharded parameters, because FSDP2 cannot abort a pass. On a CPU it starts with
-    `FIXED_PASS`.
+    other in a pass, and with sharded parameters, because FSDP2 cannot abort a pass. On a CPU it starts with that.
     """
 
     def __init__(self, train: TrainSettings, strategy: Strategy, checkpoint: Callable[[], None]) -> None:
@@ -135,37 +130,16 @@ def micro_batches(
             part, tokens = experience.select(rows), sum(costs[rows])
             yield MicroBatch(part, advantages[rows], tokens, is_real=True, is_last=is_last)
         else:
-            part = _dummy_row(experience)
+            part = Experience.blank(1, like=experience.action_log_probs)
+            part.proximal_log_probs = part.action_log_probs
             yield MicroBatch(part, part.advantages, part.sequences.numel(), is_real=False, is_last=is_last)
-
-
-def _dummy_row(like: Experience) -> Experience:
-    """Return a batch of one row of two tokens, all masked, with the dtypes and device of `like`."""
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=like.sequences.device)
-    floats = like.action_log_probs.new_zeros(1, 1)
-    return Experience(
-        sequences=tokens,
-        action_log_probs=floats,
-        values=floats,
-        reward=floats[0],
-        kl=floats,
-        advantages=floats,
-        attention_mask=torch.ones_like(tokens),
-        action_mask=torch.zeros_like(floats, dtype=torch.bool),
-        reference_log_probs=floats,
-        proximal_log_probs=floats,
-    )
 
 
 @dataclasses.dataclass
 class StepNumbers:
-    """This rank's scalars of a step; `over_all_ranks` reduces them over all ranks.
+    """This rank's scalars of a step, the same names in the same order on all ranks; `over_all_ranks` reduces them."""
 
-    All ranks must add the same names in the same order.
-    """
-
-    shares: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """Summed over micro-batches and ranks."""
+    shares: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # summed over micro-batches and ranks
     maxima: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     moments: dict[str, MaskedMoments] = dataclasses.field(default_factory=dict)
 
@@ -245,7 +219,7 @@ class TrainingHealth:
     ) -> None:
         self.num_steps = 0
         self.num_skipped = 0
-        self._num_skipped_in_a_row = 0
+        self.num_skipped_in_a_row = 0
         self._models = models
         self._optimizers = optimizers
         self._strategy = strategy
@@ -256,19 +230,10 @@ class TrainingHealth:
                 f"{' and the '.join(broken) or 'model of another rank'}. Use another copy of the model."
             )
 
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Numbers of steps, skipped batches, and batches skipped in a row, for the checkpoint."""
-        return self.num_steps, self.num_skipped, self._num_skipped_in_a_row
-
-    @counts.setter
-    def counts(self, counts: Iterable[int]) -> None:
-        self.num_steps, self.num_skipped, self._num_skipped_in_a_row = counts
-
     def count_step(self) -> None:
         """Count an optimizer step; raise `TrainingDiverged` if it has made a weight NaN or infinite."""
         self.num_steps += 1
-        self._num_skipped_in_a_row = 0
+        self.num_skipped_in_a_row = 0
         trained = {label: [p for p in model.parameters() if p.requires_grad] for label, model in self._models.items()}
         broken = [label for label, weights in trained.items() if not _are_finite(weights)]
         if self._strategy.any_rank(bool(broken)):
@@ -280,7 +245,7 @@ class TrainingHealth:
     def count_skipped(self, experience: Experience, num_tokens: int, norms: Mapping[str, float]) -> None:
         """Count and log a skipped batch; raise `TrainingDiverged` after `MAX_SKIPPED_IN_A_ROW` in a row."""
         self.num_skipped += 1
-        self._num_skipped_in_a_row += 1
+        self.num_skipped_in_a_row += 1
         found = ", ".join(f"{label} {norm}" for label, norm in norms.items())
         ids = experience.sample_ids.tolist() if experience.sample_ids is not None else "unknown"
         logger.warning(
@@ -289,9 +254,9 @@ class TrainingHealth:
             found,
             ids,
         )
-        if self._num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        if self.num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise TrainingDiverged(
-                f"{self._num_skipped_in_a_row} batches in a row were skipped; the last had {num_tokens} response "
+                f"{self.num_skipped_in_a_row} batches in a row were skipped; the last had {num_tokens} response "
                 f"tokens and gradient norms {found}. {self._remedy()}"
             )
 

@@ -3,12 +3,8 @@
 Every call carries one `WeightMessage`: a header, chunks of tensors, and a manifest. The manifest comes last and lists
 the contents of the update, so that a receiver can detect an incomplete one.
 
-| transport | bytes | used |
-|---|---|---|
-| by value | sent with the chunk (over Ray: put into the object store once) | anywhere |
-| `CardMemory` | stay on the GPU, where receivers copy them | if all receivers share the sender's GPU |
-
-A chunk is one flat buffer (`layout`), which receivers read with a `ChunkReader`. On a GPU, the sender reuses a chunk's
+A chunk is one flat buffer (`layout`), which receivers read with a `ChunkReader`. It is sent by value (over Ray, once
+for all receivers). If all receivers share the sender's GPU, it stays there in a `CardMemory`: the sender reuses the
 buffer for the next update, and a receiver clones it before it answers, so the GPU holds the weights three times.
 """
 
@@ -35,10 +31,8 @@ _MEMORY_REMEDY = (
     "An update is staged next to the serving weights: give the maker more of the GPU (topology.gpus_per_maker), or "
     "lower its memory use (rollout.prompts_per_batch, rollout.max_new_tokens)."
 )
-# Index of the device among the arguments that `reduce_tensor` returns for `rebuild_cuda_tensor`.
-_DEVICE_ARGUMENT = 6
-# `device_checksum` arranges the 64-bit words of a buffer in rows of this length.
-_ROW_WORDS = 4096
+_DEVICE_ARGUMENT = 6  # index of the device among the arguments that `reduce_tensor` returns for `rebuild_cuda_tensor`
+_ROW_WORDS = 4096  # `device_checksum` arranges the 64-bit words of a buffer in rows of this length
 
 
 class TensorSpec(NamedTuple):
@@ -60,8 +54,7 @@ class UpdateHeader:
 
     update_id: str
     version: int
-    source: str
-    """The sender's name, unique at any time; a sender that replaces another takes over its name."""
+    source: str  # the sender's name, unique at any time; a sender that replaces another takes over its name
     incarnation: int = 0
     """How often the trainers of the run were restarted; any version of a later incarnation is newer."""
 
@@ -75,8 +68,7 @@ class ChunkInfo:
 
     module: str
     tensors: tuple[TensorSpec, ...]
-    checksum: int = 0
-    """Covers the module, the specs and the bytes."""
+    checksum: int = 0  # covers the module, the specs and the bytes
 
     @property
     def nbytes(self) -> int:
@@ -90,10 +82,8 @@ class Chunk:
 
     index: int
     info: ChunkInfo
-    data: np.ndarray | None = None
-    """[n] uint8: the tensors at the offsets of `layout`; None with a handle."""
-    handle: "BufferHandle | None" = None
-    """Opens the same bytes in the sender's memory; None with `data`."""
+    data: np.ndarray | None = None  # [n] uint8: the tensors at the offsets of `layout`; None with a handle
+    handle: "BufferHandle | None" = None  # opens the same bytes in the sender's memory; None with `data`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,9 +38,6 @@ class _Stage:
     tensors: dict[str, dict[str, Tensor]] = dataclasses.field(default_factory=dict)
     lora: dict[str, dict[str, LayerLoRA]] = dataclasses.field(default_factory=dict)
 
-    def add(self, module: str, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors.setdefault(module, {}).update(tensors)
-
 
 class WeightReceiver:
     """Receives updates for the modules of a `ServedModels`. Calls that receive must not overlap."""
@@ -86,7 +83,7 @@ class WeightReceiver:
         del self._stages[header.source]  # so that any exception rejects the update
         for chunk in message.chunks:
             faults.reach("receiver.before_chunk", chunk.index)
-            stage.add(chunk.info.module, self._read(chunk, header))
+            stage.tensors.setdefault(chunk.info.module, {}).update(self._read(chunk, header))
             stage.infos[chunk.index] = chunk.info
         if message.manifest is None:
             self._stages[header.source] = stage
@@ -112,8 +109,7 @@ class WeightReceiver:
         """Receive a plain update, which has no ids: a start, state dicts and an end, in one or several calls.
 
         There is one plain update at a time: a new start discards an earlier one. A call without flags is a complete
-        update if none is open. After a rejection, the rest of the update is rejected too. An accepted update counts as
-        the next version.
+        update if none is open. After a rejection, the rest is rejected too. An accepted update is the next version.
         """
         is_whole = not chunk_start and not chunk_end and not self._is_plain_open
         self._is_plain_open = bool(chunk_start or self._is_plain_open) and not chunk_end
@@ -126,7 +122,8 @@ class WeightReceiver:
                 "chunk_start=True."
             )
         for label, state_dict in state_dicts.items():
-            stage.add(label, {name: _tensor(value) for name, value in (state_dict or {}).items()})
+            weights = {name: _tensor(value) for name, value in (state_dict or {}).items()}
+            stage.tensors.setdefault(label, {}).update(weights)
         for label, settings in lora.items():
             layers = {name: as_layer_lora(value) for name, value in (settings or {}).items()}
             stage.lora.setdefault(label, {}).update(layers)

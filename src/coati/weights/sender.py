@@ -34,8 +34,7 @@ from coati.weights.message import (
 )
 from coati.wire import tensor_digest
 
-Digests = dict[str, dict[str, str]]
-"""The `tensor_digest` of each trained weight, by model and name."""
+Digests = dict[str, dict[str, str]]  # the `tensor_digest` of each trained weight, by model and name
 
 logger = logging.getLogger(__name__)
 
@@ -58,15 +57,13 @@ class WeightSender:
     update from `begin_update`, and by `check` or the next `publish` for one from `publish`.
     """
 
-    models: Mapping[str, nn.Module]
-    """Sent under their labels."""
+    models: Mapping[str, nn.Module]  # sent under their labels
     strategy: Any
     recipients: "Recipients"
     settings: TopologySettings
     _: dataclasses.KW_ONLY
     timeline: Timeline
-    source: str = "trainer"
-    """Unique among senders."""
+    source: str = "trainer"  # unique among senders
     shared: CardMemory | None = None
     """GPU memory for makers to read from; if any maker cannot, weights are sent by value."""
     incarnation: int = 0
@@ -160,10 +157,7 @@ class WeightSender:
         return self._in_flight
 
     def _send_chunks(self, calls: "UpdateCalls", header: UpdateHeader, chunks: Iterator[Chunk]) -> list[ChunkInfo]:
-        """Send all chunks; return their manifest entries.
-
-        Reads all weights even if no maker is left to send to, because gathering them is collective.
-        """
+        """Send all chunks; return their manifest entries. Reads all even without makers: gathering is collective."""
         infos: list[ChunkInfo] = []
         for chunk in chunks:
             faults.reach("weights.before_chunk", chunk.index)
@@ -213,12 +207,10 @@ class WeightSender:
 
 @dataclasses.dataclass(eq=False)
 class _Maker:
-    behind: str | None = None
-    """Why its next update must hold all weights; None if it is up to date."""
+    behind: str | None = None  # why its next update must hold all weights; None if it is up to date
     late: "Future[Any] | None" = None
     """A call that missed its deadline. The maker gets no new calls until it has answered this one."""
-    is_abandoned: bool = False
-    """Whether the calls in flight, or else the next ones, do not wait for it."""
+    is_abandoned: bool = False  # whether the calls in flight, or else the next ones, do not wait for it
 
 
 class Recipients:
@@ -284,10 +276,7 @@ class Recipients:
         return bool(faults) and all(fault is None for fault in faults.values())
 
     def record_outcome(self, calls: "UpdateCalls", version: int, *, is_full: bool) -> None:
-        """Record each maker's outcome of an update.
-
-        Raises WeightUpdateError, which ends the run, if a maker that was up to date rejected it.
-        """
+        """Record each maker's outcome; WeightUpdateError, which ends the run, if an up-to-date maker rejected it."""
         rejected = []
         for name in calls.peers:
             maker, error = self._makers[name], calls.failed.get(name)
@@ -316,8 +305,7 @@ class UpdateCalls:
 
     def __init__(self, peers: Mapping[str, Peer], makers: Mapping[str, _Maker], *, seconds: float) -> None:
         self.peers = peers
-        self.answers: dict[str, Any] = {}
-        """The last answer of each maker that answered."""
+        self.answers: dict[str, Any] = {}  # the last answer of each maker that answered
         self.failed: dict[str, PeerDied | PeerUnavailable | RemoteError | DeadlineExceeded] = {}
         self._makers = makers
         self._abandoned = {name for name in peers if self._is_abandoned(name)}

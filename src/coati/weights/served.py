@@ -78,8 +78,7 @@ class ServedModels:
                 try:
                     self._commit_if_free()
                 except WeightUpdateError as error:
-                    # The work that ends here used intact weights and must not be lost. The next `use` raises the fault,
-                    # and so does a wait for this version.
+                    # The work that ends here used intact weights and must not be lost. The next `use` raises the fault.
                     logger.error("%s", error)
 
     def newest_weights(self, module: str) -> dict[str, Tensor]:
@@ -111,10 +110,7 @@ class ServedModels:
             return True
 
     def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
-        """Wait until the current version is `at_least` this one; False after the deadline.
-
-        Raises WeightUpdateError if a commit has failed.
-        """
+        """Wait until the version is `at_least` this one; False after the deadline. Raises if a commit has failed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.version >= at_least or self._fault is not None, timeout=deadline_seconds

@@ -17,7 +17,6 @@ from coati.experience import Sample
 from coati.experience_maker import AllSamplesDropped, NaiveExperienceMaker, naive
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.scoring import NoSignal
-from coati.experience_maker.statistics import sample_metrics
 from coati.models import Actor, Critic, RewardModel, action_values
 from coati.prompts.batch import parse_prompts
 from coati.rewards import Reward, RewardScorer
@@ -228,7 +227,7 @@ def test_cut_responses_are_those_that_the_engine_cut(make_maker):
     batch = pipeline.make_batch(parse_prompts({"input_ids": input_ids, "attention_mask": attention_mask}))
     experience = pipeline.complete_batch(batch)
     assert experience.is_cut.tolist() == [False, True, False, False]
-    assert sample_metrics(experience)["response/cut_fraction"] == 0.25
+    assert experience.sample_metrics()["response/cut_fraction"] == 0.25
 
 
 def test_models_are_switched_to_evaluation_mode(make_maker, gpt2):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from coati.experience import Experience
-from coati.experience_maker.statistics import reward_metrics, sample_metrics, sample_texts
+from coati.experience_maker.base import reward_metrics
+from coati.experience_maker.pipeline import sample_texts
 from coati.monitor.metrics import Mean, Sum
 
 
@@ -33,7 +34,7 @@ def test_sample_metrics_by_hand(experience):
     # rewards 1, 2, 6: mean 3, variance (4 + 1 + 9) / 3
     # kl: 0.5 + 0.5 + 1 + 2 + 1 + 1 = 6 nats over 3 samples and 6 tokens
     experience.is_cut = torch.tensor([False, False, True])
-    assert sample_metrics(experience) == pytest.approx(
+    assert experience.sample_metrics() == pytest.approx(
         {
             "reward/mean": 3.0,
             "reward/std": (14 / 3) ** 0.5,
@@ -49,17 +50,17 @@ def test_sample_metrics_by_hand(experience):
 
 
 def test_a_batch_without_samples_has_no_metrics():
-    assert sample_metrics(Experience.empty()) == {}
+    assert Experience.blank(0).sample_metrics() == {}
 
 
 def test_cuts_are_reported_only_where_they_are_known(experience):
-    assert not {"response/cut_fraction", "response/empty"} & set(sample_metrics(experience))
+    assert not {"response/cut_fraction", "response/empty"} & set(experience.sample_metrics())
 
 
 def test_a_kl_that_is_not_measured_is_absent(experience):
     experience.kl = torch.zeros(3, 3)
-    assert sample_metrics(experience, has_reference=True)["kl/per_sample"] == 0.0
-    metrics = sample_metrics(experience)
+    assert experience.sample_metrics(has_reference=True)["kl/per_sample"] == 0.0
+    metrics = experience.sample_metrics()
     assert not [name for name in metrics if name.startswith("kl/")]
     assert metrics["response/length"] == 2.0
 
@@ -67,13 +68,13 @@ def test_a_kl_that_is_not_measured_is_absent(experience):
 def test_a_response_that_ends_without_an_end_token_is_not_cut(experience):
     # As with stop strings: the third response ends with token 8.
     experience.is_cut = torch.tensor([False, False, False])
-    metrics = sample_metrics(experience)
+    metrics = experience.sample_metrics()
     assert metrics["response/cut_fraction"] == 0.0
 
 
 def test_a_cut_response_is_not_empty(experience):
     experience.is_cut = torch.tensor([False, True, True])
-    metrics = sample_metrics(experience)
+    metrics = experience.sample_metrics()
     assert metrics["response/cut_fraction"] == pytest.approx(2 / 3)
     assert metrics["response/empty"] == 0.0
 
@@ -84,7 +85,7 @@ def test_groups_whose_samples_all_score_the_same_are_counted(experience):
         torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.0, 0.0, 0.7]),
         torch.tensor([1, 1, 1, 2, 2, 3, 3, 4]),  # a single sample is compared with none
     )
-    metrics = sample_metrics(batch)
+    metrics = batch.sample_metrics()
     assert metrics["reward/equal_groups"] == pytest.approx(2 / 3)
     assert metrics["reward/group_std"] == pytest.approx(0.5 / 3)
 

@@ -90,7 +90,7 @@ def test_a_version_trains_on_the_groups_picked_for_it() -> None:
     ledger.deliver(ledger.lease(LeaseRequest("maker", 1, 0, 3), now=0.0), now=1.0)
     assert [ledger.pick() for _ in range(3)] == [0, 1, 2]
     ledger.mark_trained(1)
-    assert ledger.picked == [2]  # one of the two groups of the next version
+    assert list(ledger.picked) == [2]  # one of the two groups of the next version
 
 
 def test_an_overtaken_request_is_not_granted() -> None:

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from coati.experience import Experience
-from coati.experience_maker.statistics import sample_texts
+from coati.experience_maker.pipeline import sample_texts
 from coati.rewards import FunctionReward, RewardScorer
 from coati.rewards.base import decode_completions, decode_prompts
 

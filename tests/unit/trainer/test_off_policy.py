@@ -169,7 +169,7 @@ def test_proximal_log_probs_come_from_the_pass_itself(models):
 
 
 def test_an_empty_batch_gets_proximal_log_probs_like_those_of_other_ranks(models):
-    batch = Experience.empty()
+    batch = Experience.blank(0)
     learner_of(models, correction="decoupled").step(batch)
     assert batch.num_samples == 0
     assert batch.proximal_log_probs.shape == (0, 1)

@@ -459,7 +459,7 @@ def test_a_batch_without_any_response_is_skipped(left, caplog):
     elif left == "shapes":
         batch = batch.select(slice(0, 0))
     elif left == "nothing":
-        batch = Experience.empty()
+        batch = Experience.blank(0)
     else:
         cut = {name: t[:, :0] for name, t in batch.tensors() if t.shape[1:] == batch.action_mask.shape[1:]}
         masks = {"sequences": batch.sequences[:, :3], "attention_mask": batch.attention_mask[:, :3]}

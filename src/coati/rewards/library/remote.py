@@ -4,8 +4,6 @@ A request that gets no answer, or an answer that the server is busy, is retried 
 call's time is up, so a server may be down for a while. An invalid answer is a failure of the samples in it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Rewards that read only the completion. Each function takes options and returns the reward function."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
@@ -15,8 +13,7 @@ Unit = Literal["tokens", "words", "characters"]
 def regex(*, pattern: str, whole: bool = False, seconds: float = 1.0) -> Callable[..., list[Verdict]]:
     """Score 1 if the pattern is found (with `whole`, if it matches the whole text), else 0.
 
-    The syntax is that of the package `regex`, a superset of Python's. A search that takes more than `seconds` is a
-    failure on that sample.
+    The syntax is that of the package `regex`, a superset of Python's. A search longer than `seconds` is a failure.
     """
     package = needed_package("regex")
     try:

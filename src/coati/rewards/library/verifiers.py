@@ -1,11 +1,8 @@
 """Verifiers: rewards that parse completions with other packages, which hostile completions can keep busy forever.
 
 They therefore run in a child process (see `isolation_of`), where a signal limits the time of each sample. Signals work
-on the main thread only. Code that a signal cannot interrupt, such as a huge power in C, ends when the process is killed
-at the reward's deadline.
+on the main thread only. Code that a signal cannot interrupt, such as a huge power in C, is killed at the deadline.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools

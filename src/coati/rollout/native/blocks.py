@@ -14,8 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from coati.models.tiles import active_tile, batch_invariant, tiled_linear
 
-# Slots per matrix product on a CPU; see `coati.models.tiles`.
-SLOT_TILE = 32
+SLOT_TILE = 32  # slots per matrix product on a CPU; see `coati.models.tiles`
 
 
 def tiled(num_slots: int) -> int:
@@ -27,8 +26,7 @@ class FusedLinear:
     """`torch.cat([layer(x) for layer in layers], dim=-1)`, in one product where the layers allow it.
 
     The weights of the layers are moved once into one matrix, and become views of its rows. So an in-place weight update
-    of the model also updates the matrix, and no weight is stored twice. Layers that are not a plain nn.Linear (LoRA
-    adapters) are called one by one.
+    of the model also updates the matrix, and no weight is stored twice. Other layers (LoRA) are called one by one.
 
     >>> layers = [nn.Linear(4, 2), nn.Linear(4, 3)]
     >>> FusedLinear(layers)(torch.zeros(1, 4)).shape
@@ -39,7 +37,7 @@ class FusedLinear:
         self._layers = list(layers)
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
-        self._pointers: tuple[int, ...] = ()
+        self._pointers: list[int] = []
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return the outputs of all layers, concatenated."""
@@ -51,26 +49,16 @@ class FusedLinear:
 
     def join(self) -> bool:
         """Fuse the weights unless they already are; return False for a single layer, or layers that cannot be fused."""
-        if not self._is_plain():
+        layers = self._layers
+        if len(layers) < 2 or not all(type(layer) is nn.Linear for layer in layers):
             return False
-        if self._pointers != self._addresses():  # first use, or the model was moved or reloaded
-            self._join()
+        if len({layer.bias is None for layer in layers}) > 1:
+            return False
+        if self._pointers != [layer.weight.data_ptr() for layer in layers]:  # first use, or the model was moved
+            self._weight = _joined([layer.weight for layer in layers])
+            self._bias = None if layers[0].bias is None else _joined([layer.bias for layer in layers])
+            self._pointers = [layer.weight.data_ptr() for layer in layers]
         return True
-
-    def _is_plain(self) -> bool:
-        has_bias = self._layers[0].bias is not None if type(self._layers[0]) is nn.Linear else False
-        are_alike = all(type(layer) is nn.Linear and (layer.bias is not None) == has_bias for layer in self._layers)
-        return are_alike and len(self._layers) > 1
-
-    def _addresses(self) -> tuple[int, ...]:
-        return tuple(layer.weight.data_ptr() for layer in self._layers)
-
-    @torch.no_grad()
-    def _join(self) -> None:
-        self._weight = _joined([layer.weight for layer in self._layers])
-        has_bias = self._layers[0].bias is not None
-        self._bias = _joined([layer.bias for layer in self._layers]) if has_bias else None
-        self._pointers = self._addresses()
 
 
 def product(layer: Any, inputs: Tensor) -> Tensor:
@@ -94,9 +82,8 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Move parameters into one tensor and make them views of it."""
     whole = torch.cat([parameter.detach() for parameter in parameters])
-    for parameter, part in zip(
-        parameters, torch.split(whole, [len(parameter) for parameter in parameters]), strict=True
-    ):
+    parts = torch.split(whole, [len(parameter) for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
         parameter.data = part
     return whole
 
@@ -105,22 +92,15 @@ class Block(NamedTuple):
     """One decoder block: attention and MLP."""
 
     norm: Any
-    projections: FusedLinear
-    """Queries, keys and values."""
-    head_norms: tuple[Any, Any] | None
-    """Norms of the query heads and the key heads (Qwen3, Gemma 3)."""
-    rotation: str
-    """Name of its rotary embedding, one of `Body.rotations`."""
-    window: int | None
-    """Number of tokens that attention sees, including the current one; None for all."""
+    projections: FusedLinear  # queries, keys and values
+    head_norms: tuple[Any, Any] | None  # norms of the query heads and the key heads (Qwen3, Gemma 3)
+    rotation: str  # name of its rotary embedding, one of `Body.rotations`
+    window: int | None  # number of tokens that attention sees, including the current one; None for all
     output: Any
-    output_norm: Any | None
-    """Norm of the attention output (Gemma 3)."""
-    mlp_norm: Any | None
-    """None if the MLP has the same input as attention (Phi)."""
+    output_norm: Any | None  # norm of the attention output (Gemma 3)
+    mlp_norm: Any | None  # None if the MLP has the same input as attention (Phi)
     up: FusedLinear
-    is_gated: bool
-    """Whether `up` returns gate and up, concatenated."""
+    is_gated: bool  # whether `up` returns gate and up, concatenated
     activation: Any
     down: Any
     down_norm: Any | None
@@ -154,15 +134,13 @@ class Block(NamedTuple):
 class Body(NamedTuple):
     """A decoder without its token embedding and output head."""
 
-    positions: Any | None
-    """Learned position embeddings (GPT-2, OPT)."""
+    positions: Any | None  # learned position embeddings (GPT-2, OPT)
     rotary: Any | None
     rotations: tuple[str, ...]
     """Layer types with different rotary embeddings (Gemma 3), else one empty name for all layers."""
     blocks: list[Block]
     norm: Any
-    attention: Any
-    """Attention module of the first layer; all layers have the same head geometry."""
+    attention: Any  # attention module of the first layer; all layers have the same head geometry
 
     @classmethod
     def of(cls, model: Any) -> "Body":

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Share of a GPU's free memory to use. The rest is for prefill, and for other processes on the GPU.
-MEMORY_SHARE = 0.5
+MEMORY_SHARE = 0.5  # share of a GPU's free memory to use. The rest is for prefill, and for other processes on the GPU.
 # Initial number of pages on a GPU, and the minimum factor to grow by, because growing copies the cache.
 _INITIAL_PAGES = 64
 _MIN_GROWTH = 1.25

@@ -50,6 +50,7 @@ class Decoder:
         self._head: nn.Module = base.get_output_embeddings()
         self._logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         self._parameters: list[Tensor] = list(base.parameters())
+        self.weight = self._parameters[0]  # one of the weights, for its device and dtype
         num_kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         self._geometry = Geometry(
             head_dim=int(body.attention.head_dim),
@@ -60,11 +61,6 @@ class Decoder:
         )
         self.operations = operations_for(self.weight, self._geometry)
         self._angles: Angles = {}  # see `_rotation`; with the device and dtype of the weights at `new_cache`
-
-    @property
-    def weight(self) -> Tensor:
-        """One of the weights, for its device and dtype."""
-        return self._parameters[0]
 
     def check_length(self, num_tokens: int) -> None:
         """Raise GenerateOptionError for texts longer than the learned positions; a GPU would fail beyond them."""

@@ -1,8 +1,7 @@
 """Triton kernels for the small operations of a decode step: on a GPU their number costs time, not their work.
 
 With one new token per slot, the matrix products of a layer take microseconds, and so would every norm, rotation, copy
-and mask between them. Here everything between two products is one kernel. The kernels compute what `operations.py`
-computes with torch, up to rounding.
+and mask between them. Here everything between two products is one kernel, equal to `operations.py` up to rounding.
 
 Only imported on a machine with a GPU and Triton.
 """
@@ -14,10 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Vocabulary entries per program when a token is drawn.
-_DRAW_BLOCK = 2048
-# Cache positions per step of attention. The page size is a multiple of it.
-_KEY_BLOCK = 64
+_DRAW_BLOCK = 2048  # vocabulary entries per program when a token is drawn
+_KEY_BLOCK = 64  # cache positions per step of attention. The page size is a multiple of it.
 # Maximum number of parts that a text is read in, and the minimum number of positions per part.
 _MOST_PARTS = 8
 _LEAST_PART = 256

@@ -19,21 +19,14 @@ from coati.rollout.sampling import Sampler, StopStrings, stop_strings_of
 class Slots:
     """The state of each slot, [N] each unless stated otherwise."""
 
-    rows: Tensor
-    """Row of its response in `Responses`."""
-    tokens: Tensor
-    """The newest token, not yet in the cache."""
-    positions: Tensor
-    """Position of that token in the text."""
-    steps: Tensor
-    """Number of response tokens generated."""
-    limits: Tensor
-    """Maximum number of response tokens."""
-    stop_states: Tensor
-    """State of the response in `StopStrings`."""
+    rows: Tensor  # row of its response in `Responses`
+    tokens: Tensor  # the newest token, not yet in the cache
+    positions: Tensor  # position of that token in the text
+    steps: Tensor  # number of response tokens generated
+    limits: Tensor  # maximum number of response tokens
+    stop_states: Tensor  # state of the response in `StopStrings`
     alive: Tensor
-    pages: Tensor
-    """Page table: pages of its keys and values, [N, M]."""
+    pages: Tensor  # page table: pages of its keys and values, [N, M]
 
     @classmethod
     def empty(cls, count: int, device: torch.device) -> "Slots":
@@ -75,8 +68,7 @@ class TokenRules(NamedTuple):
     sampler: Sampler
     end_tokens: Tensor
     stops: StopStrings | None
-    key: tuple[Any, ...]
-    """The part of this that a CUDA graph depends on."""
+    key: tuple[Any, ...]  # the part of this that a CUDA graph depends on
 
     @classmethod
     def of(cls, options: GenerateOptions, model: Any, device: torch.device, *, draw: Any) -> "TokenRules":
@@ -95,20 +87,15 @@ class Place:
     rules: TokenRules
     slot: int = -1
     row: int = -1
-    left: int = 0
-    """Maximum number of steps until its response ends."""
-    born: int = -1
-    """Number of samples that were admitted before it."""
+    left: int = 0  # maximum number of steps until its response ends
+    born: int = -1  # number of samples that were admitted before it
     pages: list[int] = dataclasses.field(default_factory=list)
     """Pages of its keys and values. A sample that has none and is not over is waiting."""
-    num_shared: int = 0
-    """Number of these pages that another sample fills."""
-    num_cached: int = 0
-    """Number of tokens in these pages when its turn starts."""
+    num_shared: int = 0  # number of these pages that another sample fills
+    num_cached: int = 0  # number of tokens in these pages when its turn starts
     written: list[int] = dataclasses.field(default_factory=list)
     """Response tokens that were generated before it was preempted."""
-    is_finite: bool = True
-    """Whether its pages hold finite numbers only."""
+    is_finite: bool = True  # whether its pages hold finite numbers only
 
 
 @dataclasses.dataclass

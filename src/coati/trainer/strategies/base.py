@@ -1,7 +1,5 @@
 """The base of all strategies: place models, run backward and step over all ranks; stream, save and load weights."""
 
-from __future__ import annotations
-
 import os
 import random
 from abc import ABC, abstractmethod
@@ -53,11 +51,9 @@ class Strategy(Ranks, ABC):
         compute_dtype: bfloat16 for mixed precision: weights, gradients and optimizer state keep the model's dtype.
     """
 
-    optimizer_class: type[Optimizer] = torch.optim.Adam
-    """The optimizer class that learners should use."""
+    optimizer_class: type[Optimizer] = torch.optim.Adam  # the optimizer class that learners should use
 
-    shards_parameters = False
-    """Whether parameters are sharded, so that no rank holds a whole model."""
+    shards_parameters = False  # whether parameters are sharded, so that no rank holds a whole model
 
     def __init__(
         self,
@@ -82,8 +78,7 @@ class Strategy(Ranks, ABC):
     def model_init_context(self) -> AbstractContextManager[None]:
         """Return a context in which to build the models to train, on the CPU; `prepare` moves them to the device.
 
-        With sharded parameters, `Actor` and `Critic` load weights on rank 0 only; `prepare` broadcasts them block by
-        block.
+        With sharded parameters, `Actor` and `Critic` load weights on rank 0 only, which `prepare` broadcasts by block.
         """
         return shapes_only() if self.shards_parameters and self.rank > 0 else nullcontext()
 
@@ -148,8 +143,7 @@ class Strategy(Ranks, ABC):
 
         With `max_norm` 0, or if the norm is not finite, gradients are left unchanged.
         """
-        if not max_norm >= 0:
-            raise ConfigError(f"max_grad_norm must be 0 or more, got {max_norm}. Use 0 to measure without clipping.")
+        assert max_norm >= 0
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         if isinstance(norm, DTensor):
@@ -212,8 +206,7 @@ class Strategy(Ranks, ABC):
     def model_writer(self, model: nn.Module, *, into: dict[str, Tensor] | None = None) -> Callable[[Path], None]:
         """Gather a model in rank 0's host memory; return a function with which rank 0 writes it into a folder.
 
-        With `into`, the copies go to these buffers, which are created on first use and reused; the function may then
-        run later, in another thread.
+        With `into`, the copies go to these buffers, made on first use; the function may then run later, in a thread.
         """
         module = self.unwrap_model(model)
         chunks, tied = iter_state_chunks(module, names=names_to_save(module)), tied_names(module)

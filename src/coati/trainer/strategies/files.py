@@ -4,8 +4,6 @@ Whole tensors are stored in safetensors files and settings in JSON, so any strat
 what another saved. Names, shapes and digests are checked before any tensor is changed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -30,8 +28,7 @@ from coati import faults
 from coati.errors import CheckpointError
 from coati.models.memory import laid_out_like, local_part, state_tensors, tied_names, whole_tensor
 
-MANIFEST = "manifest.json"
-"""Lists the digest of every other file in a folder written by coati."""
+MANIFEST = "manifest.json"  # lists the digest of every other file in a folder written by coati
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _ADAPTER_FILE = "adapter_model.safetensors"
@@ -57,7 +54,9 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
     try:
         temporary.mkdir(parents=True)
         write(temporary)
-        _write_manifest(temporary)
+        files = sorted(file for file in temporary.rglob("*") if file.is_file())
+        digests = {file.relative_to(temporary).as_posix(): _digest(file) for file in files}
+        (temporary / MANIFEST).write_text(_manifest_text({"xxh3_64": digests}))
         for place in (*temporary.rglob("*"), temporary):
             _fsync(place)
         faults.reach("checkpoint.before_rename")
@@ -79,12 +78,6 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _write_manifest(folder: Path) -> None:
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    digests = {file.relative_to(folder).as_posix(): _digest(file) for file in files}
-    (folder / MANIFEST).write_text(_manifest_text({"xxh3_64": digests}))
 
 
 def _manifest_text(content: Any) -> str:

@@ -1,9 +1,4 @@
-"""The strategies: plain data parallelism, and sharded training with torch's FSDP2.
-
-The ZeRO stages differ in when full weights and gradients are freed.
-"""
-
-from __future__ import annotations
+"""Data parallelism, and sharding by torch's FSDP2; ZeRO stages differ in when whole weights and gradients are freed."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,8 +106,7 @@ _swapped: ContextVar[AbstractContextManager[object]] = ContextVar("swapped")
 class ShardedStrategy(Strategy):
     """Keeps one shard of parameters, gradients and optimizer state on every rank between steps.
 
-    With `cpu_offload`, the shards are in host memory, where the optimizer also steps. See `Strategy` for the other
-    options.
+    With `cpu_offload`, the shards are in host memory, where the optimizer also steps. `Strategy` has the other options.
     """
 
     optimizer_class = HybridAdam
@@ -209,8 +203,7 @@ class ShardedStrategy(Strategy):
 class LowLevelZeroStrategy(ShardedStrategy):
     """ZeRO stages 1 and 2: parameters are gathered for the forward pass and stay whole until the backward pass ends.
 
-    Stage 1 keeps parameters and gradients whole over all micro-batches of a step, and exchanges them once. Stage 2
-    shards gradients after each micro-batch.
+    Stage 1 exchanges parameters and gradients once per step, stage 2 shards gradients after each micro-batch.
     """
 
     def __init__(self, stage: Literal[1, 2] = 2, seed: int = 42, cpu_offload: bool = False, **options: Any) -> None:

@@ -1,7 +1,5 @@
 """This process as a rank of a distributed job: environment variables, device, and collective operations."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -24,14 +22,12 @@ class RankInfo(NamedTuple):
     """The rank of this process in the job, as given by the five environment variables."""
 
     rank: int = 0
-    local_rank: int = 0
-    """Index of this process on its machine, from 0."""
+    local_rank: int = 0  # index of this process on its machine, from 0
     world_size: int = 1
-    rendezvous: str = ""
-    """Host and port of rank 0; empty for a single process."""
+    rendezvous: str = ""  # host and port of rank 0; empty for a single process
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> RankInfo:
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "RankInfo":
         """Read the five variables; if none is set, return a single process.
 
         Raises ConfigError if only some are set or a value is invalid, because the ranks would hang.
@@ -59,8 +55,7 @@ class Ranks:
         self.timeout_seconds = timeout_seconds
         info = RankInfo.from_env()
         self.rank, self.world_size = info.rank, info.world_size
-        self.device = choose_device(device, info.local_rank)
-        """The device of models and batches."""
+        self.device = choose_device(device, info.local_rank)  # the device of models and batches
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         is_in_group = self.world_size > 1 or needs_group
