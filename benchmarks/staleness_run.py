@@ -208,7 +208,7 @@ class StaleRun(SynchronousRun):
                 maker.generate_tokens()
         if not maker.num_complete:
             return
-        experience = self.maker.pipeline.complete_batch(maker.score_complete())
+        experience = self.maker.pipeline.finish_batch(maker.score_complete())
         assert experience is not None
         self.rewards_by_version[self.version] += experience.reward.tolist()
         groups: dict[int, list[BufferItem]] = defaultdict(list)

@@ -40,14 +40,14 @@ from coati.config import Deadlines, TopologySettings
 from coati.monitor.timeline import Timeline
 from coati.ray.peers import RayPeers
 from coati.trainer.strategies import DDPStrategy
-from coati.weights.message import CardMemory
+from coati.weights.message import SharedGpuMemory
 from coati.weights.receiver import WeightReceiver
 from coati.weights.sender import Recipients, WeightSender
 from coati.weights.served import ServedModels
 
 LAYER_MB = 4
 STEPS_PER_BATCH = 16
-PATHS = {"NoneType": "store", "CardMemory": "device"}
+PATHS = {"NoneType": "store", "SharedGpuMemory": "device"}
 DEADLINE_SECONDS = 120.0
 
 
@@ -168,7 +168,7 @@ def measure(megabytes: int | str, num_makers: int, arguments: argparse.Namespace
         Recipients(RayPeers(), names, Deadlines(start_seconds=DEADLINE_SECONDS, update_seconds=DEADLINE_SECONDS)),
         TopologySettings(chunk_mib=arguments.chunk_mib),
         timeline=Timeline(),
-        shared=CardMemory(strategy.device) if is_cuda and not arguments.host else None,
+        shared=SharedGpuMemory(strategy.device) if is_cuda and not arguments.host else None,
     )
     copies, updates, pauses, commits = [], [], [], []
     for version in range(arguments.warmups + arguments.repeats):

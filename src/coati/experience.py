@@ -4,16 +4,17 @@ Shapes: B samples, P prompt tokens (left-padded), A response tokens (right-padde
 
 A sample takes these forms on its way from prompt to gradient:
 
-    row of a dataset    dict        prompts/            one prompt and its columns
-    Sample              maker                           the prompt as tokens; later the response and its outcome
-    MakerBatch          maker       experience_maker/   samples that are scored together, and their experience
-    Experience          maker                           padded prompts and responses; later rewards, KL and advantages
-    RewardRequest       maker       rewards/            prompts and responses as text and tokens, for rewards
-    BufferItem          both                            one sample without padding, the form in which it is buffered
-    ItemBundle          maker                           items for one trainer, pickled as one array per field
-    Experience          trainer                         items of several makers, padded again
-    MicroBatch          trainer     trainer/            the rows of one pass
-    PackedRows          both        models/             rows joined end to end, for training and scoring passes
+    form           where    made by                            what it is
+    dict           maker    prompts/table.py                   a row of a dataset: one prompt and its columns
+    Sample         maker    PromptStream.batch                 the prompt as tokens; later the response and its outcome
+    MakerBatch     maker    NaiveExperienceMaker               samples that are scored together, and their experience
+    Experience     maker    join_samples                       padded responses; later rewards, KL and advantages
+    RewardRequest  maker    RewardScorer.begin                 prompts and responses as text and tokens, for rewards
+    BufferItem     both     split_experience_batch             one sample without padding, as it is buffered
+    ItemBundle     maker    ItemSender.send                    items for one trainer, pickled as one array per field
+    Experience     trainer  pad_items                          items of several makers, padded again
+    MicroBatch     trainer  micro_batches                      the rows of one pass
+    PackedRows     both     PackedRows.of                      rows joined end to end, for training and scoring passes
 """
 
 import dataclasses
@@ -63,7 +64,7 @@ class Sample:
     is_cut: bool = False  # whether the length limit ended it, not an end-of-sequence token or stop string
 
     remarks: dict[str, Any] = dataclasses.field(default_factory=dict)  # reward terms and details
-    lost: str = ""  # why it was dropped; empty if because of another sample of its unit
+    drop_reason: str = ""  # empty if it was dropped because of another sample of its unit
     is_quarantined: bool = False  # dropped because the reward failed on it or on another sample of its unit
 
     # Used by the engine:
@@ -301,8 +302,8 @@ def _log_no_pinning() -> None:
 class BufferItem(_SampleFields):
     """One sample: the fields of `Experience` without padding and batch dimension. Pickles as numpy arrays."""
 
-    # Set by the sender:
-    delivery_id: str | None = None  # equal for all items of a send and its retries, which it identifies without leases
+    delivery_id: str | None = None  # set by the sender: equal for all items of a send and its retries
+    # Set by the source of the leases:
     lease: tuple[int, int] | None = None  # number and epoch of the lease that this sample was made for
     scored_by: int = UNKNOWN_ID  # version of the weights that scored it; may be newer than those that wrote it
 

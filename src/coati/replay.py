@@ -143,7 +143,7 @@ class ReplayedRun(SynchronousRun):
             scored = [number for number, by in zip(numbers, delivery["scored_by"], strict=True) if by == version]
             self._engine.scored_by = serve(version)
             drawn, _ = self._prompt_stream.batch(scored, group_size=size)
-            made = self.maker.pipeline.complete_batch(self.maker.pipeline.make_batch(drawn))
+            made = self.maker.pipeline.finish_batch(self.maker.pipeline.make_batch(drawn))
             for item in [] if made is None else split_experience_batch(made):
                 groups[self._number_of(item)].append(item)
         if lost := [number for number, group in groups.items() if len(group) < size]:

@@ -10,7 +10,7 @@ from transformers import Qwen2Config
 from coati.experience_maker.scoring import score_with_models
 from coati.models import Actor, Critic, RewardModel, action_logprobs
 from coati.models.packing import PackedRows
-from coati.trainer.ppo import checkpoint_activations, compile_blocks, set_learning_mode
+from coati.trainer.ppo import checkpoint_activations, compile_blocks, turn_off_dropout
 from coati.trainer.strategies.layouts import CastWeights
 
 CONFIG = Qwen2Config(
@@ -99,7 +99,7 @@ def test_blocks_that_learn_with_copies_of_their_weights_are_compiled_once(monkey
         model.forward = CastWeights(model, torch.bfloat16)
     checkpoint_activations(compiled)
     compile_blocks(compiled)
-    set_learning_mode(compiled)
+    turn_off_dropout(compiled)
     sequences = torch.randint(1, 11, (3, 9))
     num_frames = []
     for _ in range(2):

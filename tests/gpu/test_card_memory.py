@@ -8,7 +8,7 @@ from torch import nn
 from weight_testing import Maker, PlainStrategy, make_sender
 
 from coati.peers import LocalPeers
-from coati.weights.message import CardMemory
+from coati.weights.message import SharedGpuMemory
 
 
 def make_models(seed, device):
@@ -67,7 +67,7 @@ def test_weights_arrive_to_the_bit_without_leaving_the_card():
     models, maker = make_models(1, device), RemoteMaker(device)
     strategy = PlainStrategy()
     strategy.device = torch.device(device)
-    shared = CardMemory(strategy.device)
+    shared = SharedGpuMemory(strategy.device)
     shared.least_chunk_mib = 0.0
     sender = make_sender(
         models,

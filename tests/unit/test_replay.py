@@ -73,9 +73,9 @@ class InterleavedMaker(Maker):
             self.look()
         if self._scored and dice.random() < 0.5:
             scored = self._scored.pop(0)
-            made = self.pipeline.complete_batch(scored)
+            made = self.pipeline.finish_batch(scored)
             items = [] if made is None else split_experience_batch(made)
-            self._sender.send(self.prompts.attach_leases(scored, items))
+            self._sender.send(self.prompts.settle_leases(scored, items))
         if not self.pipeline.num_in_progress or dice.random() < 0.3:
             prompts = self.prompts.poll(dice.randrange(1, 4))
             if prompts is not None:

@@ -32,7 +32,7 @@ from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.steps import plain_metrics
 from coati.trainer.strategies import Strategy
-from coati.weights.message import CardMemory
+from coati.weights.message import SharedGpuMemory
 from coati.weights.sender import Recipients, WeightSender
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class PlainPPOTrainer(Trainer):
             self.options.topology,
             timeline=self._timeline,
             source=self.host.name or "trainer",
-            shared=CardMemory(device) if device.type == "cuda" and self.host.may_lend_memory else None,
+            shared=SharedGpuMemory(device) if device.type == "cuda" and self.host.may_lend_memory else None,
             incarnation=self.options.incarnation,
             on_read=None if self._leased is None or device.type != "cpu" else self._note_weights,
         )
@@ -267,7 +267,7 @@ class PlainPPOTrainer(Trainer):
             self.strategy.save_model(self._learner.critic, path, only_rank0)
 
     def publish(self) -> None:
-        """Send the weights to the makers as the next version."""
+        """Send the weights to the makers as the next version, through `_update_remote_makers` and the sender."""
         self._version_metrics = trainer_metrics(self._timeline.take())
         with self._hold_weights():  # a concurrent sync may create a version too
             super().publish()

@@ -24,7 +24,7 @@ from coati.devices import device_errors_explained, set_up_cpu
 from coati.errors import DataError
 from coati.evaluation.estimates import Estimate, estimate, prompt_values
 from coati.experience import Sample
-from coati.experience_maker.base import LESS_TO_MAKE
+from coati.experience_maker.base import MEMORY_REMEDY
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import looks_local
 from coati.rewards import RewardScorer
@@ -109,7 +109,7 @@ class Evaluator:
         options = GenerateOptions.parse(**self._config.rollout.generate_options).with_tokenizer(self._scorer.tokenizer)
         own: dict[str, Any] = {"model": engine.model, "seed": self.settings.seed, "needs_log_probs": False}
         samples = prepared([one.changed(id=one.id + _FIRST_SAMPLE_ID) for one in drawn], options, **own)
-        with device_errors_explained(f"evaluating {len(drawn)} samples of {self.settings.name!r}", LESS_TO_MAKE):
+        with device_errors_explained(f"evaluating {len(drawn)} samples of {self.settings.name!r}", MEMORY_REMEDY):
             experience = generate(engine, samples, version=version)
         tokens = experience.tokens_and_masks()
         pending, per_prompt = self._scorer.begin(*tokens, columns_of(drawn)), self.settings.rollout.samples_per_prompt

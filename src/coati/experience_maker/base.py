@@ -17,7 +17,7 @@ from coati.monitor.timeline import Timeline
 from coati.rewards import PendingScores
 from coati.rewards.calling import recorded
 
-LESS_TO_MAKE = (  # remedy when a maker runs out of memory
+MEMORY_REMEDY = (  # remedy when a maker runs out of memory
     "Lower rollout.prompts_per_batch, rollout.samples_per_prompt or rollout.max_new_tokens, or give the maker more of "
     "the GPU (topology.gpus_per_maker)."
 )
@@ -64,9 +64,9 @@ class MakerBatch:
         for row, (sample, remarks) in enumerate(zip(self.kept_samples(), scores.remarks(), strict=True)):
             sample.remarks = remarks
             if row in unscored:
-                sample.lost = f"no score by {unscored[row]!r}"
+                sample.drop_reason = f"no score by {unscored[row]!r}"
             if (error := failures.get(row)) is not None:
-                sample.lost, sample.is_quarantined = error, True
+                sample.drop_reason, sample.is_quarantined = error, True
                 texts = {"prompt": request.prompts[row], "completion": request.completions[row], "error": error}
                 cut = {name: text[:_RECORDED_CHARACTERS] for name, text in texts.items()}
                 ids = {"sample_id": sample.id, "group_id": sample.id if sample.group is None else sample.group}
@@ -80,7 +80,7 @@ class MakerBatch:
         if not bool(rows.all()):
             for sample, is_kept in zip(self.kept_samples(), rows.tolist(), strict=True):
                 if reason and not is_kept:
-                    sample.lost = reason
+                    sample.drop_reason = reason
             self.experience = self.experience.select(rows)
         return self.experience
 

@@ -23,7 +23,7 @@ from coati.config import AlgorithmSettings, RolloutSettings
 from coati.devices import device_errors_explained
 from coati.errors import ConfigError, DataError
 from coati.experience import Experience, Sample
-from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch, with_ids
+from coati.experience_maker.base import MEMORY_REMEDY, AllSamplesDropped, ExperienceMaker, MakerBatch, with_ids
 from coati.experience_maker.scoring import (
     GapWatch,
     NoSignal,
@@ -187,7 +187,7 @@ class NaiveExperienceMaker(ExperienceMaker):
     def _generating(self) -> Iterator[None]:
         """Explain device errors, and discard all units after any error."""
         try:
-            with device_errors_explained(f"generating {self.num_generating} responses", LESS_TO_MAKE):
+            with device_errors_explained(f"generating {self.num_generating} responses", MEMORY_REMEDY):
                 yield
         except BaseException:
             for unit in list(self._units):
@@ -213,7 +213,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             self._forget(unit)
         written = [sample for sample in batch.samples if sample.limit > 0]
         for sample in batch.samples:
-            sample.lost = "" if sample.limit > 0 else "no room for a response"
+            sample.drop_reason = "" if sample.limit > 0 else "no room for a response"
         if not written:
             count = len(batch.samples)
             batch.drop_error = AllSamplesDropped(
@@ -223,7 +223,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             return batch
         batch.experience = experience = join_samples(written, self.actor)
         what = f"scoring {len(written)} sequences of up to {experience.sequences.shape[1]} tokens"
-        with self.timeline.span("score"), device_errors_explained(what, LESS_TO_MAKE):
+        with self.timeline.span("score"), device_errors_explained(what, MEMORY_REMEDY):
             self._score(batch, experience, columns_of(written))
         return batch
 

@@ -15,7 +15,7 @@ from coati.devices import device_errors_explained
 from coati.errors import DataError, RewardError
 from coati.experience import UNKNOWN_ID, Experience, Sample
 from coati.experience_maker.base import (
-    LESS_TO_MAKE,
+    MEMORY_REMEDY,
     AllSamplesDropped,
     ExperienceMaker,
     MakerBatch,
@@ -121,7 +121,7 @@ class ExperiencePipeline:
                 maker.policy_version = self.served.commit_point()
             faults.reach("maker.generating")
             batch = None
-            with device_errors_explained(f"making {self.num_in_progress} samples", LESS_TO_MAKE):
+            with device_errors_explained(f"making {self.num_in_progress} samples", MEMORY_REMEDY):
                 if continuous is None:
                     samples, self._next_batch = self._next_batch, []
                     batch = make_whole_batch(maker, samples, self._generate_kwargs)
@@ -164,7 +164,7 @@ class ExperiencePipeline:
             pass
         return batch
 
-    def complete_batch(self, batch: MakerBatch) -> Experience | None:
+    def finish_batch(self, batch: MakerBatch) -> Experience | None:
         """Wait for the rewards of a batch and return its experience; None if all samples were dropped.
 
         Call it for the oldest batch first. It runs no model.

@@ -125,13 +125,14 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
     samples = batch.kept_samples()
     for name, rows in bad.items():
         for row in rows.nonzero().flatten().tolist():
-            samples[row].lost = samples[row].lost or f"no finite {name}"  # the reward's own reason says more
-    bad_units = {sample.unit for sample in samples if sample.lost}
+            # The reward's own reason says more.
+            samples[row].drop_reason = samples[row].drop_reason or f"no finite {name}"
+    bad_units = {sample.unit for sample in samples if sample.drop_reason}
     failed_units = {sample.unit for sample in samples if sample.is_quarantined}
     lost: dict[str, list[int]] = {}
     for sample in samples:
-        if sample.lost and not sample.is_quarantined:
-            lost.setdefault(sample.lost, []).append(sample.id)
+        if sample.drop_reason and not sample.is_quarantined:
+            lost.setdefault(sample.drop_reason, []).append(sample.id)
         sample.is_quarantined = sample.unit in failed_units
     parts = [
         f"{reason}: {len(ids)} of {counted(len(samples), 'sample')} (sample ids {sorted(ids)[:8]})"

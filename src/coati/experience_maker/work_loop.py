@@ -186,13 +186,13 @@ class WorkLoop:
     def _finish(self, batch: MakerBatch) -> None:
         """Wait for the rewards of a batch and deliver it."""
         try:
-            experience = self.pipeline.complete_batch(batch)
+            experience = self.pipeline.finish_batch(batch)
         finally:
             for sample in batch.quarantined:
                 self.record({"quarantined": sample, "version": batch.version})
         self._start_hooks()
         if experience is None:
-            self.source.attach_leases(batch, [])
+            self.source.settle_leases(batch, [])
         else:
             self._deliver(batch, experience)
         self.notify("on_batch_end")
@@ -207,7 +207,7 @@ class WorkLoop:
         faults.reach("maker.before_deliver")
         self.notify("on_send_start")
         with self.pipeline.timeline.span("send"):
-            self.sender.send(self.source.attach_leases(batch, split_experience_batch(experience)))
+            self.sender.send(self.source.settle_leases(batch, split_experience_batch(experience)))
         self.notify("on_send_end")
 
     def _start_hooks(self) -> None:

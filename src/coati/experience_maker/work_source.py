@@ -37,7 +37,7 @@ class WorkSource(ABC):
     min_samples = 1  # smallest number of samples that a request returns
     num_skipped = 0  # number of prompts skipped so far
     awaited = "the next batch of prompts. Check what the data loader waits for"
-    """What a wait for prompts waits for, as messages call it."""
+    """What the maker is waiting for, in error messages."""
     last_answer = 0.0  # monotonic time of the last answer of a trainer, even if it granted nothing
 
     @abstractmethod
@@ -51,7 +51,7 @@ class WorkSource(ABC):
     def report_endings(self) -> None:  # noqa: B027  (nothing to report without leases)
         """Report ended leases to their trainers, and that this maker is busy with other work."""
 
-    def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:  # noqa: ARG002
+    def settle_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:  # noqa: ARG002
         """Account for the items made from a batch, and return those to deliver."""
         return items
 
@@ -142,7 +142,7 @@ class LeasedPrompts(WorkSource):
         """Number of prompts skipped so far."""
         return self.prompts.skipped.total()
 
-    def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
+    def settle_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
         """Attach leases to the items of a batch and return the items of complete groups. End leases of other groups."""
         leases = {sample.id: sample.lease for sample in batch.samples}
         made: dict[tuple[int, int] | None, list[BufferItem]] = {lease: [] for lease in leases.values()}
@@ -194,7 +194,7 @@ class LeasedPrompts(WorkSource):
 def _why_it_ends(samples: list[Sample], batch: MakerBatch) -> tuple[str, str]:
     """Return why no group is delivered for a lease, with the ids of the samples at fault, and the lease's fate."""
     fate = "quarantine" if any(sample.is_quarantined for sample in samples) else "drop"
-    if lost := [sample for sample in samples if sample.lost]:
-        reason = lost[0].lost.partition(". ")[0][:_REASON_CHARACTERS]
+    if lost := [sample for sample in samples if sample.drop_reason]:
+        reason = lost[0].drop_reason.partition(". ")[0][:_REASON_CHARACTERS]
         return f"{reason} (samples {', '.join(str(sample.id) for sample in lost)})", fate
     return "dropped by the maker" if batch.drop_error is None else str(batch.drop_error), fate

@@ -76,18 +76,19 @@ class Ledger:
     def lease(self, request: LeaseRequest, *, now: float) -> list[Lease]:
         """Record the leases that a maker ended, and grant it new ones for up to `request.wanted` samples.
 
-        A maker numbers its requests from 1. A retry, with the same number, gets the same answer. A request that arrives
-        after a later one, or from a predecessor (a lower incarnation), gets nothing.
+        A maker numbers its requests from 1, which ends all its earlier leases. A retry, with the same number, gets the
+        same answer. Others that arrive after a later one, or from a predecessor (a lower incarnation), get nothing.
         """
-        maker, ask, incarnation, version = request.maker_name, request.number, request.incarnation, request.version
+        maker, request_number = request.maker_name, request.number
+        incarnation, version = request.incarnation, request.version
         for ending in request.endings:
             self.drop(ending.lease, ending.reason, fate=ending.fate, now=now)
-        (last_incarnation, last_ask), answer = self._answers.get(maker, ((-1, 0), None))
-        if (incarnation, ask) == (last_incarnation, last_ask) and answer is not None:
+        (last_incarnation, last_number), answer = self._answers.get(maker, ((-1, 0), None))
+        if (incarnation, request_number) == (last_incarnation, last_number) and answer is not None:
             return answer
-        if incarnation < last_incarnation or (incarnation == last_incarnation and 1 < ask <= last_ask):
+        if incarnation < last_incarnation or (incarnation == last_incarnation and 1 < request_number <= last_number):
             return []
-        if ask == 1:  # a request of its predecessor may have arrived after `release`
+        if request_number == 1:  # a request of its predecessor may have arrived after `release`
             self.release(maker, "its maker was restarted")
         pace = self._paces.setdefault(maker, Pace(since=now))
         numbers: list[int] = []
@@ -106,7 +107,7 @@ class Ledger:
             self.events.append({"grant": numbers, "maker": maker, "version": version})
         pace.room = 0 if numbers else request.wanted
         leases = [Lease(number, self._records[number].epoch) for number in numbers]
-        self._answers[maker] = (incarnation, ask), leases
+        self._answers[maker] = (incarnation, request_number), leases
         return leases
 
     def deliver(self, leases: Collection[Lease], *, now: float) -> list[Lease]:
@@ -170,10 +171,10 @@ class Ledger:
         merely long response stays where it is.
         """
         size, numbers = self.rules.group_size, []
-        quicker = {maker: self._paces.quicker_than(maker, now) for maker in self._paces}
+        faster = {maker: self._paces.faster_than(maker, now) for maker in self._paces}
         records = [record for record in self._records.values() if record.state == "open" and not record.slow_maker]
         for record in sorted(records, key=lambda record: (record.deadline, record.number)):
-            paces = (self._paces[name] for name in quicker.get(record.maker, ()))
+            paces = (self._paces[name] for name in faster.get(record.maker, ()))
             if (pace := next((pace for pace in paces if pace.room >= size), None)) is not None:
                 pace.room -= size
                 self._taken_back[Lease(record.number, record.epoch)] = record.maker
@@ -219,8 +220,8 @@ class Ledger:
     def _next_for(self, maker: str, now: float) -> int:
         """Return the number to grant this maker next: a returned one that it is fast enough for, or a new one."""
         for number in sorted(self._returned):
-            quicker = self._paces.quicker_than(self._records[number].slow_maker, now)
-            if not quicker or maker in quicker:
+            faster = self._paces.faster_than(self._records[number].slow_maker, now)
+            if not faster or maker in faster:
                 return number
         return self.num_numbers * self.rules.num_streams + self.rules.stream
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from coati.errors import ConfigError
 
-_MUCH_QUICKER = 2.0  # A lease is taken back from a maker if another maker is faster by this factor
+_MUCH_FASTER = 2.0  # A lease is taken back from a maker if another maker is faster by this factor
 # Decay of a maker's speed statistics each time it gets leases. It decays per request, not per group, because one batch
 # with a long response says little however many groups it has.
 _MEMORY = 0.98
@@ -38,7 +38,7 @@ class LeaseRequest(NamedTuple):
     maker_name: str
     number: int
     version: int  # version of the weights that the maker serves
-    wanted: int  # number of samples that the maker can start
+    wanted: int  # number of samples that the maker can start; 0 if it is busy with other work
     endings: tuple[Ending, ...] = ()  # leases dropped or quarantined since the last request
     incarnation: int = 0  # of the maker; increases each time it is restarted
     trainer_incarnation: int = 0  # of the trainers whose weights the maker serves
@@ -111,7 +111,7 @@ class Pace:
 class Paces(dict[str, Pace]):
     """The speeds of a trainer's makers, by name. They decide who makes a group, never what it contains."""
 
-    def quicker_than(self, maker: str, now: float) -> list[str]:
+    def faster_than(self, maker: str, now: float) -> list[str]:
         """Return the makers that are much faster than `maker`, fastest first; none if `maker` is unknown."""
         if maker not in self:
             return []
@@ -126,4 +126,4 @@ class Paces(dict[str, Pace]):
 
     def _slow_speed(self, maker: str, now: float) -> float:
         """Return the speed above which other makers are much faster than `maker`."""
-        return _MUCH_QUICKER * self[maker].speed(now, at_best=True)
+        return _MUCH_FASTER * self[maker].speed(now, at_best=True)

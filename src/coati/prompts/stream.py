@@ -69,7 +69,7 @@ class PromptStream:
         self._warned: set[str] = set()
         self._prompt = lru_cache(maxsize=_CACHED_PROMPTS)(self._encode)
         self._order = lru_cache(maxsize=2)(self._order_of)
-        if all(self._prompt(row).lost for row in range(len(table))):
+        if all(self._prompt(row).drop_reason for row in range(len(table))):
             counts = ", ".join(f"{count:,} {reason}" for reason, count in self.survey().items())
             raise DataError(
                 f"{table.source} has no usable prompts: {counts}. The limits are prompts.max_tokens = "
@@ -85,7 +85,7 @@ class PromptStream:
     def survey(self, limit: int = 0) -> Counter[str]:
         """Count the prompts that every pass skips or whose responses are cut short, by reason. 0 means no limit."""
         prompts = map(self._prompt, range(len(self._table))[: limit or None])
-        reasons = (one.lost or CUT_SHORT * self._is_cut(one.tokens) for one in prompts)
+        reasons = (one.drop_reason or CUT_SHORT * self._is_cut(one.tokens) for one in prompts)
         return Counter(filter(None, reasons))
 
     def batch(self, numbers: Sequence[int], *, group_size: int = 1) -> tuple[list[Sample], dict[int, str]]:
@@ -100,18 +100,18 @@ class PromptStream:
             position, repeat = divmod(ids.start, self._samples_per_prompt)
             pass_number, place = divmod(position, len(self._table))
             prompt = self._prompt(row := self._order(pass_number)[place])
-            if not prompt.lost:
+            if not prompt.drop_reason:
                 if self._is_cut(prompt.tokens):
                     sizes = f"{len(prompt.tokens)} tokens and max_new_tokens = {self._max_new_tokens}"
                     where = f"a prompt of {sizes} exceed the model's context of {self._context_length} tokens"
                     self._warn_once("Some responses will be cut short", where)
                 samples += [dataclasses.replace(prompt, id=one, group=position) for one in ids]
                 continue
-            skipped[number] = prompt.lost
+            skipped[number] = prompt.drop_reason
             if repeat == 0:  # otherwise this position is already counted
-                self.skipped[prompt.lost] += 1
+                self.skipped[prompt.drop_reason] += 1
                 where = f"first: {self._table.where(row)}; later ones are only counted"
-                self._warn_once(f"Skipping prompts {prompt.lost}", where)
+                self._warn_once(f"Skipping prompts {prompt.drop_reason}", where)
         return samples, skipped
 
     def _order_of(self, pass_number: int) -> Sequence[int]:
@@ -121,19 +121,19 @@ class PromptStream:
         return order if self._levels is None else sorted(order, key=self._levels.__getitem__)
 
     def _encode(self, row: int) -> Sample:
-        """Return the sample from which all samples of a row are copied; `lost` is the reason to skip the row."""
+        """Return the sample from which all samples of a row are copied; `drop_reason` is the reason to skip the row."""
         prompt = self._table.rows[row][self._table.column]
         where = f"{self._table.where(row)}: {self._table.column!r}"
         text = _render(prompt, self._tokenizer, where=where)
         if reason := self._skip_reason(1 + len(text) // _CHARACTERS_PER_TOKEN):
-            return Sample(UNKNOWN_ID, [], lost=reason)
+            return Sample(UNKNOWN_ID, [], drop_reason=reason)
         try:
             ids = self._tokenize(text, is_chat=not isinstance(prompt, str))
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise DataError(f"{where} cannot be tokenized: {what}. Correct the text.") from error
         columns = {"prompt": text, **{name: self._table.rows[row].get(name) for name in self.columns}}
-        return Sample(UNKNOWN_ID, ids, columns=columns, lost=self._skip_reason(len(ids)))
+        return Sample(UNKNOWN_ID, ids, columns=columns, drop_reason=self._skip_reason(len(ids)))
 
     def _tokenize(self, text: str, *, is_chat: bool) -> list[int]:
         """Return token ids. A plain text gets the tokenizer's special tokens except a final end token, a chat none."""

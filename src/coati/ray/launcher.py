@@ -85,7 +85,7 @@ class DetachedRun:
         supervisor.stop()
         patience = _QUICK_STOP_SECONDS if self.should_stop() else _STOP_SECONDS
         deadline = time.monotonic() + patience
-        while (late := supervisor.working_makers) and time.monotonic() < deadline:
+        while (late := supervisor.makers_in_loop) and time.monotonic() < deadline:
             supervisor.turn(_POLL_SECONDS)
         supervisor.fetch(_LAST_POLL_SECONDS)
         self.log.close()

@@ -50,7 +50,7 @@ class Supervisor:
         self.target_makers = config.topology.makers  # target number of makers; may be changed at any time
         self.has_begun = False  # whether training has begun; before that, any death ends the run
         self.is_stopping = False  # from then on, failures of makers are ignored
-        self._members = {*maker_names(self.target_makers)}  # makers to replace: the first ones, and any that worked
+        self._makers_to_replace = {*maker_names(self.target_makers)}  # the first ones, and any that worked
         self._maker_restart_times: dict[str, float] = {}  # the earliest time at which a maker's name may be used again
         self._trainer_restart_time = 0.0
         self._start = StartingPoint()  # where the restarted trainers continue
@@ -72,7 +72,7 @@ class Supervisor:
         return not self.trainers or not self.trainer_states.isdisjoint({"loading", "loaded", "syncing", "synced"})
 
     @property
-    def working_makers(self) -> list[str]:
+    def makers_in_loop(self) -> list[str]:
         """Names of the makers whose loops are running."""
         return [name for name, maker in self.makers.items() if maker.job is not None]
 
@@ -221,7 +221,7 @@ class Supervisor:
         if has_raised:
             cause.add_note(f"raised in {actor.name}")
         is_symptom = isinstance(cause, RuntimeError) and not isinstance(cause, CoatiError)
-        if is_maker and self.has_begun and not (has_raised and actor.name in self._members):
+        if is_maker and self.has_begun and not (has_raised and actor.name in self._makers_to_replace):
             # Tell the trainers now, so that they treat its successor as a new maker, which needs all weights.
             self._remove(actor, f"died: {error}")
             if actor.state != "leaving":
@@ -235,7 +235,7 @@ class Supervisor:
 
     def _handle_maker_loss(self, maker: str, error: BaseException) -> None:
         """Schedule the restart of a maker that died or could not be created; give up on one that never worked."""
-        if maker in self._members:
+        if maker in self._makers_to_replace:
             seconds = self.restarts.count_death("makers", maker, error)
             logger.error("%s died; restarting it in %g s: %s", maker, seconds, error)
             self._maker_restart_times[maker] = time.monotonic() + seconds
@@ -287,7 +287,7 @@ class Supervisor:
     def _reconcile_makers(self) -> None:
         """Create missing makers and stop surplus ones: those with the lowest numbers stay."""
         names = maker_names(self.target_makers)
-        self._members.intersection_update(names)
+        self._makers_to_replace.intersection_update(names)
         for name in names:
             if name not in self.makers and time.monotonic() >= self._maker_restart_times.get(name, 0.0):
                 self._create_maker(name)
@@ -311,7 +311,7 @@ class Supervisor:
         for maker in loaded:
             if maker.has_weights and maker.job is not None:
                 maker.state = "working"
-                self._members.add(maker.name)
+                self._makers_to_replace.add(maker.name)
         idle = [maker for maker in loaded if maker.job is None]
         if idle and self.has_begun:
             self._send_maker_lists()

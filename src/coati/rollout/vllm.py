@@ -124,8 +124,8 @@ class VllmEngine:
                 f"vLLM does not support the generate option {', '.join(sorted(options.extra))}. Remove it, or use "
                 'rollout.engine = "reference".'
             )
-        is_cut = options.do_sample and (options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0)
-        if is_cut and any(sample.needs_log_probs for sample in samples):
+        is_truncated = options.do_sample and (options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0)
+        if is_truncated and any(sample.needs_log_probs for sample in samples):
             raise GenerateOptionError(
                 "vLLM returns log-probs after top_k, top_p and min_p, but training needs those before them. Remove "
                 "these options, or use another rollout.engine."

@@ -1,1 +1,1 @@
-"""Learning: the PPO step, optimizers, schedules, strategies and checkpoints."""
+"""The learner: the PPO step, optimizers, schedules, strategies and checkpoints. `coati.actors` has its trainers."""

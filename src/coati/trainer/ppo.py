@@ -77,7 +77,7 @@ class PPOLearner:
         for model in self.models.values():
             if train.compile:
                 compile_blocks(model)
-            set_learning_mode(model)
+            turn_off_dropout(model)
         if train.activation_checkpointing:
             self._checkpoint_activations()
         self.health = TrainingHealth(self.models, self.optimizers, strategy)
@@ -115,7 +115,7 @@ class PPOLearner:
     def _checkpoint_activations(self) -> None:
         for model in self.models.values():
             checkpoint_activations(model)
-            set_learning_mode(model)
+            turn_off_dropout(model)
 
     def _try_step(self, experience: Experience) -> dict[str, float]:
         """Run the passes of a step and step the optimizers.
@@ -322,7 +322,7 @@ class PPOLearner:
         return metrics
 
 
-def set_learning_mode(model: nn.Module) -> None:
+def turn_off_dropout(model: nn.Module) -> None:
     """Turn dropout off. Layers with activation checkpointing stay in training mode, which checkpointing requires."""
     model.eval()
     for module in model.modules():

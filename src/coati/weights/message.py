@@ -4,8 +4,8 @@ Every call carries one `WeightMessage`: a header, chunks of tensors, and a manif
 the contents of the update, so that a receiver can detect an incomplete one.
 
 A chunk is one flat buffer (`layout`), which receivers read with a `ChunkReader`. It is sent by value (over Ray, once
-for all receivers). If all receivers share the sender's GPU, it stays there in a `CardMemory`: the sender reuses the
-buffer for the next update, and a receiver clones it before it answers, so the GPU holds the weights three times.
+for all receivers). If all receivers share the sender's GPU, it stays there in a `SharedGpuMemory`: the sender reuses
+the buffer for the next update, and a receiver clones it before it answers, so the GPU holds the weights three times.
 """
 
 import contextlib
@@ -177,7 +177,7 @@ class BufferHandle:
         return self.rebuild(*arguments)
 
 
-class CardMemory:
+class SharedGpuMemory:
     """GPU memory of the sender that receivers copy from: one buffer per chunk, which the next update overwrites.
 
     A receiver that reads too late detects it by the checksum.

@@ -24,9 +24,9 @@ from coati.models.lora import LoRAConstructor
 from coati.monitor.timeline import Timeline
 from coati.peers import Peer, Peers, remote_error
 from coati.weights.message import (
-    CardMemory,
     Chunk,
     ChunkInfo,
+    SharedGpuMemory,
     UpdateHeader,
     WeightManifest,
     WeightMessage,
@@ -64,7 +64,7 @@ class WeightSender:
     _: dataclasses.KW_ONLY
     timeline: Timeline
     source: str = "trainer"  # unique among senders
-    shared: CardMemory | None = None
+    shared: SharedGpuMemory | None = None
     """GPU memory for makers to read from; if any maker cannot, weights are sent by value."""
     incarnation: int = 0
     on_read: Callable[[int, Digests, Sequence[str]], None] | None = None
@@ -72,7 +72,7 @@ class WeightSender:
     the makers (empty for all)."""
 
     def __post_init__(self) -> None:
-        self.memory: CardMemory | None = None  # GPU memory that makers read updates from; None: sent by value
+        self.memory: SharedGpuMemory | None = None  # GPU memory that makers read updates from; None: sent by value
         self._must_probe = True  # whether to ask the makers if they can open the shared memory
         self._worker = BackgroundThread(name="weights")  # waits for answers
         self._in_flight: Future[None] | None = None
@@ -169,7 +169,7 @@ class WeightSender:
         return infos
 
     def _chunks(
-        self, memory: CardMemory | None, is_full: bool, max_mib: float | None, digests: Digests
+        self, memory: SharedGpuMemory | None, is_full: bool, max_mib: float | None, digests: Digests
     ) -> Iterator[Chunk]:
         """Yield the weights of all models in chunks; with `on_read`, add the models' digests to `digests`."""
         make = value_chunk if memory is None else memory.make_chunk
@@ -184,7 +184,7 @@ class WeightSender:
                     digests[label] |= {name: tensor_digest(t) for name, t in tensors.items() if name in trained}
                 yield make(next(numbers), label, tensors)
 
-    def _choose_memory(self) -> CardMemory | None:
+    def _choose_memory(self) -> SharedGpuMemory | None:
         """Return the shared memory if all makers can open it; ask them again only if one may be new."""
         if self._must_probe or self.recipients.need_all:  # a new maker may run on another GPU
             self._must_probe, self.memory = False, None
@@ -264,16 +264,16 @@ class Recipients:
         calls = self.calls()
         calls.send("sharing_fault", probe)
         calls.wait()
-        faults = dict(calls.answers)
+        reasons = dict(calls.answers)  # why each maker cannot; None if it can
         for name, error in calls.failed.items():
             if isinstance(error, RemoteError):
-                faults[name] = str(error)
+                reasons[name] = str(error)
             else:  # this maker will miss the update too, so it does not matter
                 logger.warning("could not ask maker %s whether it can share GPU memory: %s", name, error)
-        for name, fault in faults.items():
-            if fault is not None:
-                logger.warning("sending weights by value, because maker %s cannot share GPU memory: %s", name, fault)
-        return bool(faults) and all(fault is None for fault in faults.values())
+        for name, reason in reasons.items():
+            if reason is not None:
+                logger.warning("sending weights by value, because maker %s cannot share GPU memory: %s", name, reason)
+        return bool(reasons) and all(reason is None for reason in reasons.values())
 
     def record_outcome(self, calls: "UpdateCalls", version: int, *, is_full: bool) -> None:
         """Record each maker's outcome; WeightUpdateError, which ends the run, if an up-to-date maker rejected it."""

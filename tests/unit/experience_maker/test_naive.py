@@ -225,7 +225,7 @@ def test_cut_responses_are_those_that_the_engine_cut(make_maker):
     )
     input_ids, attention_mask = padded(PROMPTS, 0)
     batch = pipeline.make_batch(parse_prompts({"input_ids": input_ids, "attention_mask": attention_mask}))
-    experience = pipeline.complete_batch(batch)
+    experience = pipeline.finish_batch(batch)
     assert experience.is_cut.tolist() == [False, True, False, False]
     assert experience.sample_metrics()["response/cut_fraction"] == 0.25
 
@@ -448,7 +448,7 @@ def test_a_number_of_the_models_that_is_not_finite_costs_its_sample(make_maker, 
     is_dropped = number != "KL" or kl_coef > 0  # without a penalty, the KL is not used
     assert batch.experience.sample_ids.tolist() == ([0, 1, 3] if is_dropped else [0, 1, 2, 3])
     # The KL is computed from the log-probs; the reason names the first fault.
-    lost = {sample.id: sample.lost for sample in batch.samples if sample.lost}
+    lost = {sample.id: sample.drop_reason for sample in batch.samples if sample.drop_reason}
     assert lost == ({2: f"no finite {number}"} if is_dropped else {})
 
 

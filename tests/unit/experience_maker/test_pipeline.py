@@ -37,7 +37,7 @@ class FakeMaker(ExperienceMaker):
 
 
 def make(pipeline, batch):
-    return pipeline.complete_batch(pipeline.make_batch(batch))
+    return pipeline.finish_batch(pipeline.make_batch(batch))
 
 
 def batch_of(size, columns=None, **ids):

@@ -78,9 +78,9 @@ class Rig:
     def make(self):
         """Make one batch and request the next."""
         batch = self.pipeline.make_batch(self.prompts.poll(8))
-        experience = self.pipeline.complete_batch(batch)
+        experience = self.pipeline.finish_batch(batch)
         self.buffer.extend(
-            self.prompts.attach_leases(batch, [] if experience is None else split_experience_batch(experience))
+            self.prompts.settle_leases(batch, [] if experience is None else split_experience_batch(experience))
         )
         self.again = self.prompts.poll(8)
         return batch
@@ -182,7 +182,7 @@ def test_over_the_budget_the_run_ends_with_the_reason(llama):
     rig = Rig(llama, bad=[2, 4, 7], max_quarantined=2)
     batch = rig.pipeline.make_batch(rig.prompts.poll(8))
     with pytest.raises(RewardError, match=r"3 groups .* reward.max_quarantined \(2\).*The last: .*'no 7'"):
-        rig.pipeline.complete_batch(batch)
+        rig.pipeline.finish_batch(batch)
     assert len(batch.quarantined) == 3  # recorded nevertheless
 
 
@@ -190,7 +190,7 @@ def test_the_budget_counts_samples_where_they_are_not_compared(llama):
     rig = Rig(llama, bad=[2, 3], max_quarantined=1, algorithm="reinforce++")
     batch = rig.pipeline.make_batch(rig.prompts.poll(8))
     with pytest.raises(RewardError, match=r"2 groups .* reward.max_quarantined \(1\)"):
-        rig.pipeline.complete_batch(batch)
+        rig.pipeline.finish_batch(batch)
     assert [sample.id for sample in batch.samples if sample.is_quarantined] == [2, 3]
     rig = Rig(llama, bad=[2, 3], max_quarantined=1)
     assert {sample.unit for sample in rig.make().samples if sample.is_quarantined} == {1}

@@ -92,7 +92,7 @@ class Stage:
     def check_consistent(self):
         """Assert that the same makers are alive, counted and working."""
         names = self.alive
-        assert sorted(self.crew.working_makers) == names
+        assert sorted(self.crew.makers_in_loop) == names
         assert self.crew.target_makers == len(names)
 
 
@@ -107,7 +107,7 @@ def stage():
 def test_new_makers_start_at_once_and_count_once_they_have_weights(stage):
     stage.host.on_start = lambda name: setattr(stage[name], "has_weights", False)
     stage.crew.target_makers = 3
-    stage.until(lambda: stage.crew.working_makers == ["maker-0", "maker-1", "maker-2"])
+    stage.until(lambda: stage.crew.makers_in_loop == ["maker-0", "maker-1", "maker-2"])
     assert stage.crew.message == "1 of 3 makers working"
     stage["maker-1"].has_weights = True
     stage.until(lambda: stage.crew.message == "2 of 3 makers working")
@@ -221,7 +221,7 @@ def test_a_lost_report_of_a_new_maker_is_requested_again(stage):
 
 def test_a_maker_that_dies_is_replaced_after_a_while_under_its_name(stage):
     stage.die("maker-0")
-    assert stage.crew.working_makers == []
+    assert stage.crew.makers_in_loop == []
     CLOCK.now += 0.4
     stage.turn()
     assert stage.alive == []
@@ -386,7 +386,7 @@ def test_failures_of_makers_at_the_end_of_a_run_are_ignored(stage):
     stage["maker-0"].fail(RewardError("no such judge"))
     stage.peers.kill("maker-1")
     stage.crew.stop()
-    stage.until(lambda: not stage.crew.working_makers)
+    stage.until(lambda: not stage.crew.makers_in_loop)
 
 
 def test_an_exception_in_a_makers_report_ends_the_run(stage):

@@ -114,14 +114,14 @@ BATCH = parse_prompts(PROMPTS)
 
 def test_in_flight_updates_apply_from_the_next_token(pipeline):
     running = pipeline(in_flight=True)
-    made = running.complete_batch(running.make_batch(BATCH))
+    made = running.finish_batch(running.make_batch(BATCH))
     # The update is offered during the forward pass of the third token. That token is drawn, then the weights change.
     assert made.policy_versions.tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]] * 3
 
 
 def test_between_batches_an_update_waits_for_the_batch(pipeline):
     running = pipeline(in_flight=False)
-    made = running.complete_batch(running.make_batch(BATCH))
+    made = running.finish_batch(running.make_batch(BATCH))
     assert made.policy_versions.eq(0).all()
     assert running.served.version == 1
 

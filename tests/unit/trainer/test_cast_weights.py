@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 
 from coati.models import Actor, Critic, LoRASettings, action_logprobs
 from coati.models.actor import Scoring, packed_scoring_problem
-from coati.trainer.ppo import checkpoint_activations, set_learning_mode
+from coati.trainer.ppo import checkpoint_activations, turn_off_dropout
 from coati.trainer.strategies import DDPStrategy
 from coati.trainer.strategies.layouts import CastWeights
 
@@ -100,7 +100,7 @@ def test_a_step_below_bfloat16_resolution_is_not_lost(actor):
 def test_recomputed_activations_use_the_weights_of_their_own_pass(actor):
     half, ours = in_bfloat16(actor), casting(actor)
     checkpoint_activations(ours)
-    set_learning_mode(ours)
+    turn_off_dropout(ours)
     calls = []
     ours.model.model.layers[1].self_attn.register_forward_hook(lambda *_: calls.append(1))
     logprobs, _ = action_logprobs(ours, batch(0), None, ACTIONS)
@@ -135,7 +135,7 @@ def test_a_body_shared_by_actor_and_critic_supports_checkpointing(actor):
     ours = [casting(model) for model in (actor, critic)]
     for model in ours:
         checkpoint_activations(model)
-        set_learning_mode(model)
+        turn_off_dropout(model)
     for policy, value in (ours, (half, half_critic)):
         add_gradient(policy, 0)
         value(batch(0)).sum().backward()
@@ -146,7 +146,7 @@ def test_a_body_shared_by_actor_and_critic_supports_checkpointing(actor):
 
 def test_a_retained_graph_supports_two_backward_passes(actor):
     checkpoint_activations(casting(actor))
-    set_learning_mode(actor)
+    turn_off_dropout(actor)
     logprobs, _ = action_logprobs(actor, batch(0), None, ACTIONS)
     logprobs.sum().backward(retain_graph=True)
     once = [weight.grad.clone() for weight in actor.parameters()]

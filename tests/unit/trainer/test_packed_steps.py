@@ -17,7 +17,7 @@ from coati.errors import ConfigError
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic, LoRASettings
 from coati.trainer.optim import make_optimizer
-from coati.trainer.ppo import PPOLearner, check_compiler, checkpoint_activations, compile_blocks, set_learning_mode
+from coati.trainer.ppo import PPOLearner, check_compiler, checkpoint_activations, compile_blocks, turn_off_dropout
 from coati.trainer.strategies import DDPStrategy
 
 VOCAB = 61
@@ -187,7 +187,7 @@ def test_activation_checkpointing_disables_dropout_inside_blocks():
     ids, mask = torch.arange(3, 11).unsqueeze(0), torch.ones(1, 8, dtype=torch.long)
     expected = model(ids, mask).logits
     checkpoint_activations(model)
-    set_learning_mode(model)
+    turn_off_dropout(model)
     assert torch.equal(model(ids, mask).logits, expected)
 
 

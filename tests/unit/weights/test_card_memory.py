@@ -11,14 +11,14 @@ from weight_testing import deliver, header_of, messages_of
 
 from coati.errors import OutOfMemory, WeightUpdateError
 from coati.weights import message as transports
-from coati.weights.message import BufferHandle, CardMemory, copy_all, device_checksum
+from coati.weights.message import BufferHandle, SharedGpuMemory, copy_all, device_checksum
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def memory():
-    return CardMemory(CPU)
+    return SharedGpuMemory(CPU)
 
 
 def test_docstring_examples_run():
@@ -183,7 +183,7 @@ def test_a_commit_copies_mixed_dtypes_and_rounds_to_the_target():
 
 
 def test_a_reader_closes_the_memory_of_a_sender_that_was_replaced(make_models, memory, maker):
-    for version, of_a_sender in enumerate((memory, CardMemory(CPU)), start=1):
+    for version, of_a_sender in enumerate((memory, SharedGpuMemory(CPU)), start=1):
         sent = messages_of(make_models(version), memory=of_a_sender, header=header_of(version))
         deliver(sent, maker)
         assert {handle for handle, _ in maker.receiver._reader._open.values()} == {

@@ -302,7 +302,7 @@ class BusyMaker(Maker):
     def _work(self):
         while not self._stop.is_set():
             prompts = torch.randint(2, tiny.VOCAB, (4, NUM_PROMPT_TOKENS), generator=self._generator)
-            experience = self._pipeline.complete_batch(self._pipeline.make_batch(parse_prompts(prompts)))
+            experience = self._pipeline.finish_batch(self._pipeline.make_batch(parse_prompts(prompts)))
             with self._made:
                 self.items.append(split_experience_batch(experience))
                 self._made.notify_all()

@@ -15,7 +15,7 @@ from weight_testing import Maker, PlainStrategy, deliver, header_of, make_sender
 from coati.errors import ActorNotFound, PeerUnavailable, WeightUpdateError
 from coati.peers import LocalPeer, LocalPeers, Peer, remote_error
 from coati.weights import sender as sender_module
-from coati.weights.message import BufferHandle, CardMemory, WeightMessage, checksum_of
+from coati.weights.message import BufferHandle, SharedGpuMemory, WeightMessage, checksum_of
 from coati.weights.sender import MAX_CHUNKS_IN_FLIGHT, UpdateCalls, _Maker
 
 UPDATE = "update_experience_maker"
@@ -70,7 +70,7 @@ def trained(make_models):
     return make_models(7)
 
 
-class Lent(CardMemory):
+class Lent(SharedGpuMemory):
     """Shared memory on the CPU, with small chunks."""
 
     least_chunk_mib = 0.0
@@ -88,7 +88,7 @@ def test_all_makers_serve_what_was_sent(make_shared, make_models, fingerprint):
     models = make_models(1)
     shared = None if make_shared is None else make_shared()
     # A handle of CPU memory is valid only in this process and must not be pickled.
-    peers = LocalPeers(**makers) if isinstance(shared, CardMemory) else ThreadPeers(**makers)
+    peers = LocalPeers(**makers) if isinstance(shared, SharedGpuMemory) else ThreadPeers(**makers)
     sender = make_sender(models, peers, list(makers), shared=shared)
     for version in range(5):
         with torch.no_grad():

@@ -57,7 +57,7 @@ class Decoder:
             num_kv_heads=num_kv_heads,
             group=int(config.num_attention_heads) // num_kv_heads,
             scale=float(body.attention.scaling),
-            rotary_dim=self._turn(1, body.rotations[0])[0].shape[-1],
+            rotary_dim=self._cos_sin(1, body.rotations[0])[0].shape[-1],
         )
         self.operations = operations_for(self.weight, self._geometry)
         self._angles: Angles = {}  # see `_rotation`; with the device and dtype of the weights at `new_cache`
@@ -191,13 +191,13 @@ class Decoder:
         if known is None or len(known[0]) < num_positions:
             self._angles = {}
             for kind in self._body.rotations:
-                cos, sin = self._turn(num_positions, kind)
+                cos, sin = self._cos_sin(num_positions, kind)
                 half, rest = sin.shape[-1] // 2, self._geometry.head_dim - sin.shape[-1]
                 signed = torch.cat([-sin[:, :half], sin[:, half:]], dim=-1)
                 self._angles[kind] = F.pad(cos, (0, rest), value=1.0), F.pad(signed, (0, rest))
         return self._angles
 
-    def _turn(self, num_positions: int, kind: str) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, num_positions: int, kind: str) -> tuple[Tensor, Tensor]:
         """Return cos and sin from the model's own rotary embedding, [L, rotary dimensions] each."""
         like, rotary = self.weight, self._body.rotary
         if rotary is None:
