@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# Before huggingface_hub is imported. Without a network it retries a made-up name for half a minute; no test needs the hub.
+# Before huggingface_hub is imported. Without a network it retries a made-up name for half a minute. No test needs it.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 with contextlib.suppress(ImportError):  # tests/gpu runs without it
