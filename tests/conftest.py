@@ -3,9 +3,13 @@
 import contextlib
 import gc
 import logging
+import os
 import sys
 
 import pytest
+
+# Before huggingface_hub is imported. Without a network it retries a made-up name for half a minute. No test needs it.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 with contextlib.suppress(ImportError):  # tests/gpu runs without it
     from hypothesis import settings

@@ -1,7 +1,8 @@
 """Ray workers that are forked from a process which has imported torch, transformers and coati already.
 
 Importing them is most of what a short run costs: six seconds of a core for each actor. Inside `forked_workers` a Ray
-that this process starts has its workers made in milliseconds; a Ray of another process is as users have it.
+that this process starts has its workers made in milliseconds, and none of the processes that scale clusters, relay logs
+and serve the dashboard, which take two seconds of a core; a Ray of another process is as users have it.
 
 This file is also what the raylet starts in place of Ray's own setup_worker.py, and the server that forks:
 
@@ -19,8 +20,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+NOT_STARTED = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's Node
 # Without Ray itself, which reads its worker's environment when it is imported.
-PRELOADED = ("coati.build", "coati.trainer.ppo", "coati.experience_maker", "transformers.models.llama.modeling_llama")
+PRELOADED = (
+    "coati.actors.maker",
+    "coati.actors.ppo",
+    "jsonschema",
+    "requests",
+    "transformers.models.llama.modeling_llama",
+)
 RUNTIME_ENV = "--serialized-runtime-env-context="
 LENGTH = struct.Struct("!I")
 
@@ -31,7 +39,9 @@ def forked_workers():
     if sys.platform != "linux":
         yield
         return
-    from ray._private import ray_constants
+    from unittest import mock  # not above, because it takes longer than all else that the client does
+
+    from ray._private import node, ray_constants
 
     folder = Path(tempfile.mkdtemp(prefix="ct-"))
     client = shutil.copy(__file__, folder / "fork_worker.py")  # the raylet leaves out what is called setup_worker.py
@@ -43,7 +53,10 @@ def forked_workers():
     try:
         assert server.stdout.readline() == b"ready\n"
         ray_constants.SETUP_WORKER_FILENAME = str(client)  # joined to Ray's folder, which an absolute path overrides
-        yield
+        with contextlib.ExitStack() as stack:
+            for name in NOT_STARTED:
+                stack.enter_context(mock.patch.object(node.Node, name))
+            yield
     finally:
         ray_constants.SETUP_WORKER_FILENAME = before
         with server:

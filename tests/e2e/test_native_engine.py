@@ -351,10 +351,12 @@ def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_
     monkeypatch.setattr(Decoder, "decode", counted_decode)
     model = make_model("llama")
 
-    # Two at a time: while the first writes 7 tokens, the other slot has room for all the others.
-    rollout = generate(NativeEngine(model, num_slots=2), rows_of(make_request(rows=12), [4, 0, 2, 9]))
-    assert rollout.action_mask.sum(dim=1).tolist() == [7, 3, 1, 3]
-    assert calls["steps"] == 6  # and one token of each by reading its prompt
+    # Two at a time: while the first writes 14 tokens, the other slot has room for all the others. With a low limit, the
+    # engine would wait until it can start several together.
+    samples = rows_of(make_request(rows=12, max_new_tokens=32), [4, 0, 2, 9, 10, 11])
+    rollout = generate(NativeEngine(model, num_slots=2), samples)
+    assert rollout.action_mask.sum(dim=1).tolist() == [14, 3, 1, 3, 1, 1]
+    assert calls["steps"] == 13  # and one token of each by reading its prompt
     calls["prompts"].clear()
 
     group = [dataclasses.replace(make_request()[0], id=one) for one in range(8)]

@@ -308,7 +308,7 @@ class NativeEngine:
         # A CPU takes about as long for a prefill pass as for a step, whatever their sizes. If responses have n tokens,
         # the fraction of samples to start together that takes the fewest of both is the square root of 2 / n.
         fraction = math.sqrt(2 / max(2, self._waiting[0].limit))
-        return min(num_free, num_waiting) >= fraction * (num_alive + num_waiting)
+        return min(num_free, num_waiting) >= fraction * min(num_alive + num_waiting, self._max_slots)
 
     def _may_begin(self, sample: Sample) -> bool:
         """Return whether its tokens are drawn by the same rules as those of the active samples."""
