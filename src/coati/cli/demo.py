@@ -37,8 +37,7 @@ def demo(
     console.print(
         "[bold]coati demo[/]\nA small Llama that writes kind and unkind film reviews learns to write kind ones. "
         "An experience maker writes and scores sentences in one Ray actor, a PPO trainer learns from them in another, "
-        "and new weights flow back while both keep working. The reward is the sentiment score of vaderSentiment, "
-        "from -1 to 1.\n"
+        "and new weights flow back while both keep working. The reward is vaderSentiment's score, from -1 to 1.\n"
     )
     base = output / "base"
     config = demo_config(base, seed=seed, output=output)

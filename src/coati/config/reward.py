@@ -79,8 +79,7 @@ class RewardSettings(RewardSource, section="reward"):
     environment: Texts = setting((), "Names of further environment variables to pass to child processes.")
     search_paths: Texts = setting(
         (),
-        "Folders to search for modules of reward functions, before the working directory; if unset, the folder of the "
-        "TOML file.",
+        "Folders to search for modules of reward functions, before the working directory; if unset, the TOML file's.",
     )
 
     @property

@@ -42,8 +42,7 @@ class ModelSettings(Section, section="model"):
     critic: str = setting("actor", 'Initial critic: "actor" = body of the policy, or a path or hub name.', min_length=1)
     reference: str = setting(
         "",
-        "Frozen model that the KL is measured against, a path or hub name; empty = model.path if there is a KL "
-        "penalty.",
+        "Frozen model that the KL is measured against, a path or hub name; empty = model.path with a KL penalty.",
     )
     tokenizer: str = setting("", "Path or hub name of the tokenizer; empty = model.path.")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Data type of the weights.")

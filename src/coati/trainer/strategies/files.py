@@ -182,8 +182,7 @@ def read_tensors(module: nn.Module, path: Path) -> dict[str, Tensor]:
                 found |= {f"{child}.{key}": tensor for key, tensor in load_file(file).items()}
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"the weights in {path} are unreadable: {error!r}. A file is damaged, or an index names no files. Use "
-            "another copy."
+            f"the weights in {path} are unreadable: {error!r}. A file or an index is damaged. Use another copy."
         ) from error
     required = set(adapters.values()) if is_adapter else set(target)
     _check(path, found, target, missing=required - set(tied) - {tied.get(name, name) for name in found})
