@@ -158,8 +158,7 @@ def _lock(file: TextIO, folder: Path, kind: int) -> None:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(
-            f"run.output is in use by a running job ({_holder(file)}): {str(folder)!r}. Choose another folder, or stop "
-            "that job first."
+            f"run.output is in use by a running job ({_holder(file)}): {str(folder)!r}. Choose another or stop the job."
         ) from None
     except OSError as error:  # some network file systems have no locks
         logger.warning("%s cannot be locked (%s); make sure that no other run writes there.", folder, error)

@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -37,8 +37,7 @@ def demo(
     console.print(
         "[bold]coati demo[/]\nA small Llama that writes kind and unkind film reviews learns to write kind ones. "
         "An experience maker writes and scores sentences in one Ray actor, a PPO trainer learns from them in another, "
-        "and new weights flow back while both keep working. The reward is the sentiment score of vaderSentiment, "
-        "from -1 to 1.\n"
+        "and new weights flow back while both keep working. The reward is vaderSentiment's score, from -1 to 1.\n"
     )
     base = output / "base"
     config = demo_config(base, seed=seed, output=output)
@@ -47,17 +46,14 @@ def demo(
             from coati.demo.base_model import pretrain
 
             pretrain(base)
-        (output / "summary.json").unlink(missing_ok=True)
         prompts = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
         Path(config.prompts.path).write_text(prompts, encoding="utf-8")
-    before = _evaluate(console, config, base, "untrained")
+    _show_scores(console, config, base, "untrained")
     result = execute(config, console, overwrite=True, sync=sync, address=None, verbose=verbose)
     if result.was_stopped:
         console.print(f"Stopped. The model so far is in {result.model}.")
         raise SystemExit(EXIT_STOPPED)
-    after = _evaluate(console, config, result.model, "trained")
-    summary = {"seed": seed, "before": before, "after": after, "seconds": time.monotonic() - started}
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    _show_scores(console, config, result.model, "trained")
     _show_files(console, result, seconds=time.monotonic() - started)
 
 
@@ -81,8 +77,8 @@ def demo_config(base: Path, *, seed: int, output: Path) -> RunSettings:
     )
 
 
-def _evaluate(console: Console, config: RunSettings, model: Path, kind: str) -> dict[str, Any]:
-    """Evaluate a model, print its mean score and a few samples, and return the record."""
+def _show_scores(console: Console, config: RunSettings, model: Path, kind: str) -> None:
+    """Evaluate a model, and print its mean score and a few samples."""
     from coati.evaluation.evaluator import evaluate_model
 
     with console.status(f"sampling the {kind} model"):
@@ -91,7 +87,6 @@ def _evaluate(console: Console, config: RunSettings, model: Path, kind: str) -> 
     console.print(f"Mean score of {size} samples of the {kind} model: [bold]{mean:.3f}[/]. Some of them:")
     for one in found.samples[::SAMPLES_PER_PROMPT][:NUM_SHOWN]:
         console.print(f"{one['score']:8.3f}  {one['prompt']}{one['response']}", markup=False)
-    return found.record
 
 
 def program(name: str) -> str:

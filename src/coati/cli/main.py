@@ -21,8 +21,7 @@ from coati.run_folder import MAX_MAKERS, ask_for_makers, target_makers
 
 app = typer.Typer(
     name="coati",
-    help="Train language models with reinforcement learning. Experience makers and trainers run concurrently, in "
-    "separate Ray actors.",
+    help="Train language models with reinforcement learning. Makers and trainers run concurrently, as Ray actors.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

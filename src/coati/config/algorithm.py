@@ -137,18 +137,14 @@ class AlgorithmSettings(Section, section="algorithm"):
     behavior_kl_coef: float = setting(
         0.0, "Weight of log²(policy / sampling policy) in the loss, which pulls the policy back; 0 = off.", ge=0
     )
-    value_clip: float = setting(
-        0.4, "Maximum change of values from their old values, for clipping in the value loss.", gt=0
-    )
+    value_clip: float = setting(0.4, "Maximum change of values from old values, for clipping in the value loss.", gt=0)
     normalization: Literal["token", "sequence", "constant"] = setting(
         "token",
         "Weights of tokens in the loss of a step: equal for all tokens (token), equal for all responses (sequence), or "
         "1 / (responses × rollout.max_new_tokens) for each token, whatever the lengths (constant).",
     )
     whiten_advantages: bool = setting(True, "Normalize the advantages of a batch to mean 0 and standard deviation 1.")
-    dynamic_sampling: bool = setting(
-        False, "Replace (and count) prompts whose samples all have the same score: they carry no signal."
-    )
+    dynamic_sampling: bool = setting(False, "Replace (and count) prompts whose samples all score the same: no signal.")
     mask_cut_responses: bool = setting(
         False,
         "Exclude responses truncated by the length limit from the losses; they still count in their group's mean.",

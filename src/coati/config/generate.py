@@ -20,9 +20,7 @@ class SamplingSettings(Section):
     """How a token is sampled: settings of `[rollout]` that are also options of `generate`."""
 
     do_sample: bool = setting(True, "Sample; false = greedy decoding.")
-    temperature: float = setting(
-        1.0, "Divides the logits before sampling; 1.0 = sample from the unmodified model.", ge=0
-    )
+    temperature: float = setting(1.0, "Divides the logits before sampling; 1.0 = sample the unmodified model.", ge=0)
     top_k: int = setting(0, "Sample from the k most likely tokens; 0 = off.", ge=0)
     top_p: float = setting(
         1.0,

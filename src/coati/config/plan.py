@@ -87,8 +87,7 @@ def _place_lines(config: RunSettings) -> list[str]:
     if model.dtype == "bfloat16" and not keeps_bits and train.actor_lr < _ROUNDED_RATE:
         lines.append(
             f"Rounding: a bfloat16 weight changes by about 1/256 of its value or not at all, and most updates at "
-            f"train.actor_lr = {train.actor_lr:g} are smaller. Set train.mixed_precision = true to train with float32 "
-            "weights."
+            f"train.actor_lr = {train.actor_lr:g} are smaller. Set train.mixed_precision = true for float32 weights."
         )
     return lines
 

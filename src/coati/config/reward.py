@@ -23,9 +23,7 @@ class RewardSource(Section):
         "Maps parameters of the function to dataset columns with other names.",
         rule='a table such as { answer = "solution" }',
     )
-    messages: bool = setting(
-        False, "Pass your function lists of chat messages instead of strings, as TRL does for chat prompts."
-    )
+    messages: bool = setting(False, "Pass your function chat messages, not strings, as TRL does for chat prompts.")
     model: str = setting("", "A reward model, as a path or hub name.")
 
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
@@ -65,9 +63,7 @@ class RewardSettings(RewardSource, section="reward"):
         strict=False,
     )
     timeout_seconds: float = setting(120.0, "Timeout for one call of a reward function on a batch.", gt=0)
-    retries: int = setting(
-        1, "Number of retries of a function that raises or hangs, on the samples that it failed on.", ge=0
-    )
+    retries: int = setting(1, "Retries of a function that raises or hangs, on the samples that it failed on.", ge=0)
     max_quarantined: int = setting(
         64,
         "Maximum groups that a maker drops because the function fails on one of their samples; one more ends the run.",
@@ -83,8 +79,7 @@ class RewardSettings(RewardSource, section="reward"):
     environment: Texts = setting((), "Names of further environment variables to pass to child processes.")
     search_paths: Texts = setting(
         (),
-        "Folders to search for modules of reward functions, before the working directory; if unset, the folder of the "
-        "TOML file.",
+        "Folders to search for modules of reward functions, before the working directory; if unset, the TOML file's.",
     )
 
     @property

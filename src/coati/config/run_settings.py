@@ -66,9 +66,7 @@ class EvalSettings(Section, section="eval"):
         rule="a table",
         remedy='For example prompts = { path = "held_out.jsonl" }.',
     )
-    rollout: RolloutSettings = setting(
-        RolloutSettings(), "Same keys as [rollout]; unset ones are taken from there.", rule="a table"
-    )
+    rollout: RolloutSettings = setting(RolloutSettings(), "Same keys as [rollout]; unset = as there.", rule="a table")
     reward: RewardSettings = setting(..., "Same keys as [reward]; if unset, the reward of the run.", rule="a table")
     max_prompts: int = setting(0, "Maximum number of prompts, from the start of the dataset; 0 = all.", ge=0)
     pass_at: Counts = setting(
@@ -80,15 +78,9 @@ class EvalSettings(Section, section="eval"):
     before: bool = setting(True, "Evaluate the initial model, before training.")
     every: int = setting(0, "Number of weight versions between evaluations during training; 0 = none.", ge=0)
     at_end: bool = setting(True, "Evaluate the final model.")
-    best_by: str = setting(
-        "", "Keep the model with the highest value of this metric, such as avg@1 or pass@8, in best/; empty = off."
-    )
-    patience: int = setting(
-        0, "Stop the run after this many evaluations in a row without an improvement of best_by; 0 = never.", ge=0
-    )
-    seed: int = setting(
-        0, "Seed of the samples. The random draws are the same for all versions and runs.", ge=0, lt=2**63
-    )
+    best_by: str = setting("", "Keep the best model by this metric, such as avg@1 or pass@8, in best/; empty = off.")
+    patience: int = setting(0, "Stop after this many evaluations in a row without a better best_by; 0 = never.", ge=0)
+    seed: int = setting(0, "Seed of the samples. Random draws are the same for all versions and runs.", ge=0, lt=2**63)
 
     @property
     def ks(self) -> list[int]:

@@ -39,13 +39,10 @@ class ModelSettings(Section, section="model"):
         remedy='Set model.path, for example model.path = "runs/demo/model".',
         min_length=1,
     )
-    critic: str = setting(
-        "actor", 'Initial critic: "actor" for the body of the policy, or a path or hub name.', min_length=1
-    )
+    critic: str = setting("actor", 'Initial critic: "actor" = body of the policy, or a path or hub name.', min_length=1)
     reference: str = setting(
         "",
-        "Frozen model that the KL is measured against, a path or hub name; empty = model.path if there is a KL "
-        "penalty.",
+        "Frozen model that the KL is measured against, a path or hub name; empty = model.path with a KL penalty.",
     )
     tokenizer: str = setting("", "Path or hub name of the tokenizer; empty = model.path.")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Data type of the weights.")
@@ -62,9 +59,7 @@ class LoRASettings(Section, section="lora"):
 
     rank: int = setting(0, "Rank of the adapters; 0 = off.", ge=0)
     alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", gt=0)
-    target_modules: Texts = setting(
-        (), "Names of the layers that get adapters; empty = all linear layers except the output head."
-    )
+    target_modules: Texts = setting((), "Names of adapted layers; empty = all linear layers except the output head.")
 
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         if self.target_modules and not self.rank:
@@ -81,9 +76,7 @@ class PromptSettings(Section, section="prompts"):
         remedy='Set prompts.path, for example prompts.path = "prompts.jsonl".',
         min_length=1,
     )
-    split: str = setting(
-        "train", "Split of a `datasets` folder or hub dataset; a single file has only one.", min_length=1
-    )
+    split: str = setting("train", "Split of a `datasets` folder or hub dataset; a file has only one.", min_length=1)
     subset: str = setting("", "Subset (configuration) of a hub dataset that has several.")
     column: str = setting(
         "prompt",
@@ -94,9 +87,7 @@ class PromptSettings(Section, section="prompts"):
     curriculum: str = setting(
         "", 'Numeric column to sort every pass by, ascending, or descending with a minus ("-column"); empty = off.'
     )
-    max_tokens: int = setting(
-        0, "Skip (and count) prompts with more tokens than this; 0 = the model's context length.", ge=0
-    )
+    max_tokens: int = setting(0, "Skip (and count) prompts with more tokens; 0 = the model's context length.", ge=0)
 
 
 class RolloutSettings(SamplingSettings, section="rollout"):
@@ -192,7 +183,7 @@ class TrainSettings(Section, section="train"):
         "zero1, zero2, gemini: keep shards and optimizer state in host memory, and take optimizer steps on the CPU.",
     )
     mixed_precision: bool = setting(
-        False, "Trainers keep weights, gradients and optimizer state in float32, and compute in bfloat16."
+        False, "Keep weights, gradients and optimizer state in float32; compute in bfloat16."
     )
     activation_checkpointing: bool = setting(
         False, "Recompute the activations of each block in the backward pass: less memory, a third more compute."
@@ -230,9 +221,7 @@ class TrainSettings(Section, section="train"):
 class TopologySettings(Section, section="topology"):
     """`[topology]`: number of makers and trainers, their resources, and how far makers may run ahead."""
 
-    makers: int = setting(
-        1, "Initial number of experience makers. `coati scale` changes it while the run trains.", ge=1, le=64
-    )
+    makers: int = setting(1, "Initial number of makers. `coati scale` changes it while the run trains.", ge=1, le=64)
     trainers: int = setting(1, "Number of trainers. They share every optimizer step.", ge=1, le=64)
     placement: Literal["auto", "spread"] = setting(
         "auto", "Placement of actors on a cluster: auto = Ray's default, on few nodes; spread = across the nodes."
@@ -252,9 +241,7 @@ class TopologySettings(Section, section="topology"):
         "Maximum restarts of makers and trainers within an hour; one more death ends the run with an error.",
         ge=0,
     )
-    threads_per_actor: int = setting(
-        0, "Number of torch threads per actor; 0 = the machine's cores divided among the actors.", ge=0
-    )
+    threads_per_actor: int = setting(0, "Torch threads per actor; 0 = the cores divided among the actors.", ge=0)
     gpus_per_maker: float = setting(0.0, "GPUs per maker; below 1, a share of one GPU.", ge=0)
     gpus_per_trainer: float = setting(0.0, "GPUs per trainer; below 1, a share of one GPU.", ge=0)
     environment: Texts = setting(
@@ -283,9 +270,7 @@ class TopologySettings(Section, section="topology"):
 class Deadlines(Section, section="deadlines"):
     """`[deadlines]`: timeouts. A wait that exceeds its timeout raises an error that says what it waited for."""
 
-    start_seconds: float = setting(
-        300.0, "Timeout for all actors to start, and for a maker's first full weight update.", gt=0
-    )
+    start_seconds: float = setting(300.0, "Timeout for all actors to start, and for a maker's first weights.", gt=0)
     batch_seconds: float = setting(
         1800.0, "Timeout for a batch, for room in a buffer or for new weights, counted from the last progress.", gt=0
     )

@@ -153,8 +153,7 @@ class Journal:
                 if time.monotonic() >= deadline:
                     raise DeadlineExceeded(
                         f"waited {seconds:g} s for the journal {str(self.path)!r}, which another process is writing, "
-                        "probably a trainer of this run that has not exited. Find it with `fuser` on that file, and "
-                        "end it."
+                        "probably a trainer of this run that has not exited. Find it with `fuser`, and end it."
                     ) from None
                 time.sleep(0.05)
             except OSError as error:  # some network file systems have no locks

@@ -80,6 +80,10 @@ class Actor(nn.Module):
             return score_actions(self.model, input_ids, attention_mask, scoring)
         return forward_causal(self.model, input_ids, attention_mask, **kwargs)
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `generate` of the wrapped model."""
+        return self.model.generate(*args, **kwargs)
+
     def save_pretrained(self, path: str | Path, **kwargs: Any) -> None:
         """Write a folder that transformers can load (peft, if the actor has LoRA adapters)."""
         if (state_dict := kwargs.get("state_dict")) is not None:

@@ -86,8 +86,7 @@ class VllmEngine:
         for name in ("pipeline_parallel_size", "data_parallel_size"):
             if settings.get(name, 1) != 1:
                 raise ConfigError(
-                    f"rollout.vllm.{name} must be 1, got {settings[name]}. Use tensor_parallel_size, or more makers "
-                    "(topology.makers)."
+                    f"rollout.vllm.{name} must be 1, got {settings[name]}. Use tensor_parallel_size or topology.makers."
                 )
         self._has_workers = settings.get("tensor_parallel_size", 1) != 1
         backend = "mp" if self._has_workers else "uni"

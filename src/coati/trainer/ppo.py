@@ -277,8 +277,7 @@ class PPOLearner:
                 self.actor.zero_grad(set_to_none=True)  # makes the step a no-op
             with device_errors_explained(
                 f"the optimizer step of the {label}",
-                'Set train.strategy to "zero2" or "gemini", or keep optimizer state in host memory '
-                "(train.cpu_offload).",
+                'Set train.strategy to "zero2" or "gemini", or keep optimizer state on the host (train.cpu_offload).',
             ):
                 self.strategy.optimizer_step(optimizer)
         for schedule in self._schedules:

@@ -77,8 +77,7 @@ class WeightReceiver:
         stage = self._stages.get(header.source)
         if stage is None or stage.header != header:
             raise WeightUpdateError(
-                f"{header} is not open here: it never began, was rejected, or was discarded for a newer one. Send it "
-                "again from its start."
+                f"{header} is not open here: it never began, was rejected, or discarded for a newer one. Send it again."
             )
         del self._stages[header.source]  # so that any exception rejects the update
         for chunk in message.chunks:
@@ -118,8 +117,7 @@ class WeightReceiver:
         stage, self._plain = self._plain, None
         if stage is None:
             raise WeightUpdateError(
-                "this plain update is not open here: it never began, or was rejected. Send it again with "
-                "chunk_start=True."
+                "this plain update is not open here: it never began or was rejected. Send it with chunk_start=True."
             )
         for label, state_dict in state_dicts.items():
             weights = {name: _tensor(value) for name, value in (state_dict or {}).items()}

@@ -172,6 +172,12 @@ def test_action_logprobs_carry_gradients_to_the_weights(llama):
     assert actor.model.lm_head.weight.grad.abs().sum() > 0
 
 
+def test_an_actor_generates_like_its_model(llama):
+    model = llama()
+    kwargs = {"do_sample": False, "max_new_tokens": 3}
+    assert torch.equal(Actor(model).generate(IDS, **kwargs), model.generate(IDS, **kwargs))
+
+
 def test_unwrap_finds_the_model_in_any_wrapping(llama):
     model = llama()
     for wrapped in (model, Actor(model), Wrapper(Actor(model)), Wrapper(model)):

@@ -64,16 +64,14 @@ class Endpoint:
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
             raise ConfigError(
                 "Reward option url must be http:// or https:// and a host, without a user or password, got "
-                f"{parts.scheme}://{parts.hostname}. Put a key into an environment variable, and its name into "
-                "api_key_env."
+                f"{parts.scheme}://{parts.hostname}. Put a key into an environment variable that api_key_env names."
             )
         self._url, self._name, self._seconds = url, parts.netloc, request_seconds
         self._key = os.environ.get(api_key_env, "").strip()
         if api_key_env and not (self._key and self._key.isascii() and self._key.isprintable()):
             raise ConfigError(
                 f"Reward option api_key_env names the variable {api_key_env!r}, which is not set here, or is not a key "
-                "of printable ASCII characters. Set it in the shell that starts the run; on a cluster, in the shell "
-                "that runs `ray start`."
+                "of printable ASCII characters. Set it in the shell that starts the run or, on a cluster, `ray start`."
             )
 
     def post(self, body: Mapping[str, Any], until: float) -> Any:

@@ -250,8 +250,7 @@ class Strategy(Ranks, ABC):
             try:
                 with device_errors_explained(
                     "copying models and optimizers to host memory",
-                    "A checkpoint needs as much host memory as disk space. Use a larger machine, or set "
-                    "train.save_every to 0.",
+                    "A checkpoint needs as much host memory as disk space. Use more, or set train.save_every to 0.",
                 ):
                     kept[name] = _host_copy(name, value, into)
             except OutOfMemory as error:

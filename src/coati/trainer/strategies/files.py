@@ -158,13 +158,6 @@ def write_model(module: nn.Module, state: Mapping[str, Tensor], tied: Mapping[st
     save_pretrained(folder, state_dict={**state, **also})
 
 
-def _body_of(module: nn.Module) -> str:
-    """Return the child name of the transformers or peft model that a module wraps; "" if it is one or wraps none."""
-    if isinstance(module, PreTrainedModel | PeftModel):
-        return ""
-    return next((n for n, child in module.named_children() if isinstance(child, PreTrainedModel | PeftModel)), "")
-
-
 def read_tensors(module: nn.Module, path: Path) -> dict[str, Tensor]:
     """Read the module's tensors from a folder; CheckpointError unless they match exactly.
 
@@ -179,7 +172,8 @@ def read_tensors(module: nn.Module, path: Path) -> dict[str, Tensor]:
     adapters = {name.replace(".default", ""): name for name in target if ".lora_" in name} if is_adapter else {}
     try:
         main = {key: tensor for file in _main_files(path) for key, tensor in load_file(file).items()}
-        body = _body_of(module)
+        children = [] if isinstance(module, PreTrainedModel | PeftModel) else module.named_children()
+        body = next((name for name, child in children if isinstance(child, PreTrainedModel | PeftModel)), "")
         prefix = f"{body}." if body and not main.keys() & target.keys() else ""
         found = {adapters.get(prefix + key, prefix + key): tensor for key, tensor in main.items()}
         for child, _ in module.named_children():
@@ -188,8 +182,7 @@ def read_tensors(module: nn.Module, path: Path) -> dict[str, Tensor]:
                 found |= {f"{child}.{key}": tensor for key, tensor in load_file(file).items()}
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"the weights in {path} are unreadable: {error!r}. A file is damaged, or an index names no files. Use "
-            "another copy."
+            f"the weights in {path} are unreadable: {error!r}. A file or an index is damaged. Use another copy."
         ) from error
     required = set(adapters.values()) if is_adapter else set(target)
     _check(path, found, target, missing=required - set(tied) - {tied.get(name, name) for name in found})
