@@ -196,7 +196,7 @@ class Ledger:
     def mark_trained(self, version: int, samples: int | None = None) -> None:
         """Record that the groups picked for the versions before `version` have been trained on.
 
-        `samples` is the number of samples trained on in the run; None for all picked, which a stop may leave above it.
+        `samples` is the number trained on in the run, which a stop may leave below the number picked; None for all.
         """
         due = min(self.num_picked, version * self.rules.samples_per_version)
         self._change({"train": version, "samples": due if samples is None else samples})
