@@ -87,7 +87,8 @@ def unbroken(tmp_path_factory):
     return make
 
 
-def test_a_run_with_adapters_that_failed_ends_in_the_same_bits_and_rows(film_run, unbroken, fails_at, tmp_path):
+def test_a_run_that_failed_ends_in_the_same_bits_and_rows(film_run, unbroken, fails_at, tmp_path):
+    """With adapters; the other tests have none."""
     settings = [*SETTINGS, "lora.rank=2"]
     whole = unbroken(film_run, settings)
     fails_at(80)

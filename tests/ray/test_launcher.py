@@ -107,7 +107,7 @@ def check_environment(progress, bare):
         assert ours == (GROUP_VARIABLES if name.startswith("trainer") else set()), name
 
 
-def test_groups_of_two_sharded_trainers_are_saved_on_the_way_and_resume_under_another_strategy_with_other_makers(
+def test_sharded_groups_are_saved_on_the_way_and_resume_under_another_strategy_with_other_makers(
     witnessed, make_config, tmp_path, keep, monkeypatch
 ):
     monkeypatch.setenv("COATI_TEST_SECRET", "hush")  # set after Ray was started
