@@ -53,7 +53,7 @@ def raises_on_g(completions):
 
 
 def exits_on_g(completions):
-    if any("g" in text for text in completions):
+    if any(text.endswith("g") for text in completions):  # seldom, because its process takes a second to start again
         os._exit(3)
     return [text.split().count("c") / 4 for text in completions]
 

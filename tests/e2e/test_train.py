@@ -29,17 +29,18 @@ def processes_that_mention(text):
 
 
 @pytest.mark.usefixtures("forked_workers")
-def test_async_at_staleness_zero_and_the_synchronous_loop_end_in_the_same_bits(
+def test_two_makers_at_staleness_zero_and_the_synchronous_loop_end_in_the_same_bits(
     film_run, coati_here, tmp_path, monkeypatch
 ):
     """With rewards that are sometimes NaN: those samples are dropped, counted, and replaced."""
     temporary = Path(tempfile.mkdtemp(prefix="ct-", dir="/tmp"))  # short: Ray's socket paths have a length limit
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     arguments = ("train", film_run, "--set", "reward.function=film_rewards:sometimes_nan")
+    modes = {"sync": ("--sync",), "ray": ("--set", "topology.makers=2")}
     weights = {}
-    for mode in ("sync", "ray"):
+    for mode, more in modes.items():
         output = tmp_path / mode
-        finished = coati_here(*arguments, "--set", f"run.output={output}", *(["--sync"] if mode == "sync" else []))
+        finished = coati_here(*arguments, "--set", f"run.output={output}", *more)
         assert finished.returncode == 0, finished.stderr + finished.stdout
         weights[mode] = (output / "model" / "model.safetensors").read_bytes()
         assert {path.name for path in output.iterdir()} <= {MARKER, *RUN_FILES}  # which --overwrite deletes
