@@ -80,21 +80,26 @@ class Workload:
     def save_model(self, folder: Path) -> Path:
         """Save random weights and the demo's tokenizer as a transformers folder."""
         import torch
-        from transformers import LlamaForCausalLM
+        from transformers import LlamaConfig, LlamaForCausalLM
 
-        from coati.demo.base_model import build_model_config, build_tokenizer
+        from coati.demo.base_model import build_tokenizer
 
         path = folder / f"model-{self.hidden}-{self.layers}-{self.inner}-{self.kv_heads}-{self.vocabulary}"
         if not path.exists():
             torch.manual_seed(self.seed)
             tokenizer = build_tokenizer()
             heads = max(4, self.hidden // 64)
-            config = build_model_config(tokenizer, hidden_size=self.hidden, num_layers=self.layers, num_heads=heads)
-            config.max_position_embeddings = 4096
-            config.intermediate_size = self.inner or config.intermediate_size
-            config.num_key_value_heads = self.kv_heads or config.num_key_value_heads
-            config.vocab_size = self.vocabulary or config.vocab_size
-            config.tie_word_embeddings = self.vocabulary > 0
+            config = LlamaConfig(
+                vocab_size=self.vocabulary or len(tokenizer),
+                hidden_size=self.hidden,
+                intermediate_size=self.inner or 2 * self.hidden,
+                num_hidden_layers=self.layers,
+                num_attention_heads=heads,
+                num_key_value_heads=self.kv_heads or heads,
+                max_position_embeddings=4096,
+                tie_word_embeddings=self.vocabulary > 0,
+                **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")},
+            )
             tokenizer.model_max_length = config.max_position_embeddings
             LlamaForCausalLM(config).to(getattr(torch, self.dtype)).save_pretrained(path)
             tokenizer.save_pretrained(path)
