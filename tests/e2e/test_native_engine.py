@@ -364,6 +364,17 @@ def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_
     assert calls["prompts"] == [1]
 
 
+def test_a_sample_with_little_room_does_not_wait_until_all_others_have_ended():
+    samples = make_request(rows=9, max_new_tokens=40, eos_token_id=None)
+    engine = NativeEngine(make_model("llama"), num_slots=4)
+    engine.submit(samples[:4])
+    assert not engine.advance()
+    engine.cancel([samples[0].id, samples[1].id])
+    engine.submit(with_limits(samples[4:7], 1, 40, 40))
+    assert [sample.id for _ in range(2) for sample in engine.advance()] == [samples[4].id]
+    assert engine.room == 0  # two that started first, and two after them
+
+
 @pytest.fixture
 def replayed(monkeypatch):
     """The loop as on a GPU, but for its graphs, which compute their step anew; returns those that were captured."""

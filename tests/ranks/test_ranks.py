@@ -148,6 +148,9 @@ def run_ranks(folder, *, seconds=240):
     )
     try:
         failures, _ = ranks.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        failures = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("rank*.log")))
+        pytest.fail(f"the ranks did not end within {seconds} s. Their logs end with:\n{failures}")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(ranks.pid, signal.SIGKILL)

@@ -2,7 +2,7 @@
 
 Each record is one line: a checksum, a space, a JSON list of events. The first record describes the ledger. A partial
 record at the end, left by a process that died while writing, is ignored. A bad record with good ones after it is an
-error. docs/ledger.md describes the events, and which of them a `resume` makes void.
+error. docs/leases.md describes the events, and which of them a `resume` makes void.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The ledger of a trainer: which maker makes which group, and in which order groups are trained on (docs/ledger.md).
+"""The ledger of a trainer: which maker makes which group, and in which order groups are trained on (docs/leases.md).
 
     requested ──► open ──► delivered ──► picked ──► trained
                  ▲    │ └──► dropped or quarantined (another group takes its place)

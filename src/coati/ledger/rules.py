@@ -60,8 +60,14 @@ class LedgerRules:
     num_streams: int = 1
 
     def __post_init__(self) -> None:
-        assert min(self.samples_per_version, self.total_samples, self.group_size, self.num_streams) > 0
-        assert min(self.lead, self.max_staleness or 0) >= 0
+        for name in ("samples_per_version", "total_samples", "group_size", "num_streams"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}.")
+        if min(self.lead, self.max_staleness or 0) < 0:
+            raise ConfigError(
+                f"lead and max_staleness must be 0 or more, got {self.lead} and {self.max_staleness}. Set both to 0 "
+                "for on-policy training, or max_staleness to None for no bound."
+            )
         if self.samples_per_version % self.group_size or self.total_samples % self.group_size:
             raise ConfigError(
                 f"each version and the whole run must consist of whole groups of {self.group_size} samples for each "

@@ -119,7 +119,7 @@ def padded_length(length: int, least: int = 8) -> int:
 def tiled_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: int = TILE) -> Tensor:
     """Compute `F.linear` in products of `tile` rows each."""
     rows = inputs.reshape(-1, inputs.shape[-1])
-    if bias is not None or len(rows) <= tile or not _is_batch_exact(inputs, weight):
+    if bias is not None or len(rows) <= tile or not _is_batch_exact(inputs, weight, tile):
         return in_tiles(lambda part: F.linear(part, weight, bias), inputs, tile=tile)
     missing = -len(rows) % tile
     tiles = (F.pad(rows, (0, 0, 0, missing)) if missing else rows).view(-1, tile, inputs.shape[-1])
@@ -127,11 +127,12 @@ def tiled_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
     return products[: len(rows)].view(*inputs.shape[:-1], -1)
 
 
-def _is_batch_exact(inputs: Tensor, weight: Tensor) -> bool:
+def _is_batch_exact(inputs: Tensor, weight: Tensor, tile: int) -> bool:
     """Return whether a batch of products has the bits of single ones: MKL's have, unless threads share a long sum."""
     is_float32_on_cpu = inputs.device.type == "cpu" and inputs.dtype == torch.float32
     is_mkl = torch.backends.mkl.is_available() and torch.get_num_threads() == 1  # type: ignore[no-untyped-call]
-    return is_float32_on_cpu and is_mkl and len(weight) > 1  # a single row is a vector, with code of its own
+    # Torch has its own code for products with a vector, and for batches of products below 400 multiplications.
+    return is_float32_on_cpu and is_mkl and len(weight) > 1 and tile * weight.numel() >= 400
 
 
 def in_tiles(function: Callable[[Tensor], Tensor], inputs: Tensor, *, tile: int) -> Tensor:

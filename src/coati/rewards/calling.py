@@ -1,6 +1,7 @@
 """Loads reward functions by name, calls them, and checks what they return. Does not import torch."""
 
 import asyncio
+import concurrent.futures
 import difflib
 import functools
 import importlib
@@ -28,6 +29,9 @@ _EXCERPT_LENGTH = 80
 _DETAIL_CHARACTERS = 1000
 _MAX_DETAILS = 8
 _ONLY_IF_NAMED = ("timeout_seconds",)  # not passed to **kwargs, which get only lists with one value per sample
+
+
+_POLL_SECONDS = 0.5  # between looks at whether an event loop still runs
 
 
 class CallFailed(Exception):
@@ -174,7 +178,7 @@ def recorded(value: Any) -> Any:
 
 
 def _awaited(awaitable: Awaitable[Any]) -> Any:
-    """Wait for an awaitable: a pending future or task on the event loop that it belongs to, all others on a new one."""
+    """Wait for an awaitable: a pending future or task on its own event loop, which runs on another thread."""
 
     async def wait() -> Any:
         return await awaitable
@@ -182,9 +186,17 @@ def _awaited(awaitable: Awaitable[Any]) -> Any:
     if not asyncio.isfuture(awaitable) or awaitable.done():
         return asyncio.run(wait())
     loop = awaitable.get_loop()
-    if loop.is_running():  # on another thread
-        return asyncio.run_coroutine_threadsafe(wait(), loop).result()
-    return loop.run_until_complete(awaitable)
+    if loop.is_running():
+        result = asyncio.run_coroutine_threadsafe(waiting := wait(), loop)
+        while loop.is_running() and not result.done():
+            concurrent.futures.wait([result], timeout=_POLL_SECONDS)
+        if result.done():
+            return result.result()
+        waiting.close()
+    raise CallFailed(
+        "returned a future of an event loop that is not running",
+        "Run the loop on a thread of its own, or make the function async",
+    )
 
 
 def _as_list(returned: Any, expected: int) -> list[Any] | None:

@@ -275,10 +275,10 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _worker_errors_explained(self) -> Iterator[None]:
-        """Raise EngineFailed if a worker process fails, and stop the others. Pass on errors of this process.
+        """Raise EngineFailed if a worker process fails, and stop the others. Pass on most errors of this process.
 
         vLLM raises RuntimeError for an error in a worker, TimeoutError if one does not answer, and anything if one has
-        ended.
+        ended. A RuntimeError of vLLM's own in this process cannot be told from a worker's.
         """
         try:
             yield

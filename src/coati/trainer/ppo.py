@@ -66,6 +66,7 @@ class PPOLearner:
         self.algorithm = algorithm.resolved(max_staleness)
         self._max_response_tokens = max_response_tokens
         self._kl_coef = algorithm.kl_loss_coef
+        self.device = strategy.device
         self.models: dict[str, nn.Module] = {}
         """The trained and published models: "actor" and, if there is one, "critic"."""
         self.optimizers: dict[str, Optimizer] = {}

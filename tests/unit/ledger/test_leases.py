@@ -4,6 +4,7 @@ import pytest
 from lease_world import World
 from ledger_events import replayed
 
+from coati.errors import ConfigError
 from coati.ledger.leases import Ledger
 from coati.ledger.rules import Lease, LeaseRequest, LedgerRules
 
@@ -237,3 +238,17 @@ def test_a_maker_that_started_slowly_gets_all_it_requests_if_none_is_faster() ->
         ledger.mark_trained(version + 1)
         leases = ledger.lease(LeaseRequest("maker", 2 + version, version + 1, 8), now=now)
         assert len(leases) == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"group_size": 0}, "group_size must be 1 or more, got 0"),
+        ({"lead": -1}, "lead and max_staleness must be 0 or more, got -1"),
+        ({"max_staleness": -1}, "max_staleness to None for no bound"),
+        ({"group_size": 3}, "whole groups of 3 samples"),
+    ],
+)
+def test_rules_made_by_hand_are_checked(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        LedgerRules(**{"samples_per_version": 4, "total_samples": 8, **wrong})

@@ -157,17 +157,20 @@ def scores(policy, critic, reward_model, rows, more):
 
 @torch.no_grad()
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize(("inner", "outer"), [(24, 37), (64, 1), (64, 200), (300, 77)])
-def test_rows_of_a_product_do_not_depend_on_their_position(num_threads, inner, outer):
+@pytest.mark.parametrize("tile", [32, 128])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("inner", "outer"), [(4, 2), (24, 37), (64, 1), (64, 200), (300, 77)])
+def test_rows_of_a_product_do_not_depend_on_their_position(num_threads, inner, outer, has_bias, tile):
     torch.set_num_threads(num_threads)
     torch.manual_seed(0)
-    weight, bias, row = torch.randn(outer, inner), torch.randn(outer), torch.randn(inner)
-    alone = tiled_linear(row.unsqueeze(0), weight, bias)[0]
-    for count in (2, 31, 64, 65, 200):
+    weight, row = torch.randn(outer, inner), torch.randn(inner)
+    bias = torch.randn(outer) if has_bias else None
+    alone = tiled_linear(row.unsqueeze(0), weight, bias, tile=tile)[0]
+    for count in (2, 31, 64, 65, 200, 256, 300):
         for place in (0, count // 2, count - 1):
             rows = torch.randn(count, inner)
             rows[place] = row
-            assert torch.equal(tiled_linear(rows, weight, bias)[place], alone)
+            assert torch.equal(tiled_linear(rows, weight, bias, tile=tile)[place], alone)
     assert torch.allclose(alone, F.linear(row, weight, bias), atol=1e-4)
 
 

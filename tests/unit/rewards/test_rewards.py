@@ -263,12 +263,10 @@ class Later:
         return self.judge.__await__()
 
 
-@pytest.fixture(params=["idle", "on another thread"])
-def loop(request):
+@pytest.fixture
+def loop():
+    """An event loop that runs on another thread."""
     with contextlib.closing(asyncio.new_event_loop()) as loop:
-        if request.param == "idle":
-            yield loop
-            return
         thread = threading.Thread(target=loop.run_forever, daemon=True)
         thread.start()
         started = threading.Event()
@@ -293,20 +291,37 @@ def test_a_task_runs_on_its_own_loop(loop):
         return loop.create_task(lengths(completions))
 
     def judge(completions):
-        if loop.is_running():
-            return asyncio.run_coroutine_threadsafe(in_a_task(completions), loop).result()
-        return loop.create_task(lengths(completions))
+        return asyncio.run_coroutine_threadsafe(in_a_task(completions), loop).result()
 
     assert score_with(judge).tolist() == [1.0, 3.0]
 
 
-def test_a_future_that_is_done_needs_no_loop(loop):
-    done = loop.create_future()
-    loop.call_soon_threadsafe(done.set_result, [1, 2])
-    if not loop.is_running():
-        loop.run_until_complete(done)
-        loop.close()
-    assert score_with(lambda completions: done).tolist() == [1.0, 2.0]
+def test_a_task_may_raise_timeout_error(loop):
+    async def late():
+        raise TimeoutError("of the server")
+
+    async def in_a_task():
+        return loop.create_task(late())
+
+    judge = lambda completions: asyncio.run_coroutine_threadsafe(in_a_task(), loop).result()  # noqa: E731
+    assert "raised TimeoutError: of the server" in message_of(judge)
+
+
+def test_a_loop_that_stops_while_its_future_is_awaited_is_an_error(loop):
+    def judge(completions):
+        never = asyncio.run_coroutine_threadsafe(asyncio.sleep(0, loop.create_future()), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        return never
+
+    assert "event loop that is not running" in message_of(judge)
+
+
+def test_a_future_of_an_idle_loop_is_an_error_unless_it_is_done():
+    with contextlib.closing(asyncio.new_event_loop()) as idle:
+        future = idle.create_future()
+        assert "event loop that is not running" in message_of(lambda completions: future)
+        future.set_result([1, 2])
+        assert score_with(lambda completions: future).tolist() == [1.0, 2.0]
 
 
 def test_a_function_that_raises_timeout_error_is_not_reported_as_slow():

@@ -300,15 +300,16 @@ class NativeEngine:
 
     def _is_prefill_due(self, num_free: int) -> bool:
         """Return whether to prefill waiting samples now, with this number of free slots, or with more of them later."""
-        num_alive, num_waiting = len(self._alive), len(self._waiting)
-        if not num_alive:
+        alive, num_waiting = self._alive, len(self._waiting)
+        if not alive:
             return True
         if self._is_captured:
             return num_free >= min(self._max_slots * PREFILL_SHARE, num_waiting)
         # A CPU takes about as long for a prefill pass as for a step, whatever their sizes. If responses have n tokens,
         # the fraction of samples to start together that takes the fewest of both is the square root of 2 / n.
-        fraction = math.sqrt(2 / max(2, self._waiting[0].limit))
-        return min(num_free, num_waiting) >= fraction * min(num_alive + num_waiting, self._max_slots)
+        longest = max(sample.limit for sample in (*alive, *self._waiting))
+        fraction = math.sqrt(2 / max(2, longest))
+        return min(num_free, num_waiting) >= fraction * min(len(alive) + num_waiting, self._max_slots)
 
     def _may_begin(self, sample: Sample) -> bool:
         """Return whether its tokens are drawn by the same rules as those of the active samples."""

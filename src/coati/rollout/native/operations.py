@@ -95,7 +95,12 @@ class TorchOperations:
         offsets = positions % page_size
         calls = _attention_calls(positions, num_positions, pages, page_size)
         longest = max(call.length for call in calls)
-        is_visible = functools.cache(lambda window: visible(positions, longest, window))  # [n, L]
+
+        @functools.cache
+        def masks(window: int | None) -> list[Tensor]:
+            """Return the mask of each call in layers with this sliding window."""
+            is_visible = visible(positions, longest, window)  # [n, L]
+            return [call.in_order(is_visible)[:, None, None, : call.length] for call in calls]
 
         def attend(projected: Tensor, block: Any, keys: Tensor, values: Tensor) -> Tensor:
             queries, new_keys, new_values = split(projected, block)
@@ -105,12 +110,12 @@ class TorchOperations:
             # for each query head.
             queries = queries.reshape(count, geometry.num_kv_heads, geometry.group, geometry.head_dim)
             parts = []
-            for call in calls:
+            for call, mask in zip(calls, masks(block.window), strict=True):
                 mixed = F.scaled_dot_product_attention(
                     call.in_order(queries),
                     call.positions_of(keys),
                     call.positions_of(values),
-                    attn_mask=call.in_order(is_visible(block.window))[:, None, None, : call.length],
+                    attn_mask=mask,
                     scale=geometry.scale,
                 )
                 parts.append(call.of_slots(mixed.flatten(1)))  # [n, H·D] together
