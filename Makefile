@@ -14,7 +14,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "coati needs Python >= 3.11, but $(PYTHON) is %d.%d. Try: make PYTHON=python3.11" % v[:2])'
-	@echo "coati: installing into $(VENV) (once; about two minutes)"
+	@echo "coati: installing into $(VENV) (once; two minutes or more, mostly downloads)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'reasoning-gym>=0.1.20' \

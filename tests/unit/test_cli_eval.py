@@ -40,9 +40,12 @@ def test_a_run_without_a_model_names_a_checkpoint_that_exists(evaluated, tmp_pat
     run = tmp_path / "run"
     run.mkdir()
     (run / MARKER).touch()
-    with pytest.raises(ConfigError, match=r"has not saved a model yet\. It has no checkpoint either"):
+    with pytest.raises(ConfigError, match=r"has not saved its final model\. It has no checkpoint either"):
         evaluated("run")
     for version in (9, 10):
         (run / "checkpoints" / f"version-{version}").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="Use a checkpoint: run/checkpoints/version-10"):
+    with pytest.raises(ConfigError, match="Evaluate run/checkpoints/version-10"):
+        evaluated("run")
+    (run / "model-at-failure").mkdir()
+    with pytest.raises(ConfigError, match="Evaluate run/model-at-failure"):
         evaluated("run")

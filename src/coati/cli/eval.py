@@ -1,6 +1,7 @@
 """`coati eval MODEL_OR_RUN`."""
 
 import json
+import os
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -82,9 +83,10 @@ def _resolved(target: str, settings: Path | None) -> tuple[str, RunSettings]:
     if not (folder / "model").is_dir():
         from coati.trainer.checkpoints import saved_versions
 
-        saved = saved_versions(folder / "checkpoints")
-        advice = f"Use a checkpoint: {saved[0]}" if saved else "It has no checkpoint either (see train.save_every)."
-        raise ConfigError(f"The run in {target!r} has not saved a model yet. {advice}")
+        saved = [one for one in (folder / "model-at-failure",) if one.is_dir()]
+        saved += saved_versions(folder / "checkpoints")
+        advice = f"Evaluate {saved[0]}." if saved else "It has no checkpoint either (see train.save_every)."
+        raise ConfigError(f"The run in {target!r} has not saved its final model. {advice}")
     return str(folder / "model"), config
 
 
@@ -96,7 +98,8 @@ def show_evaluation(console: Console, found: "dict[str, Evaluation]", num_shown:
     size = f"{counted(one.record['prompts'], 'prompt')}, {counted(one.record['samples'], 'sample')}"
     title = f"{one.record['name']}: {size}; mean and 95% interval"
     table = Table("", title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in (*found, *["difference"] * len(others)):
+    names = [os.path.relpath(name) if Path(name).is_dir() else name for name in found]
+    for name in (*names, *["difference"] * len(others)):
         table.add_column("\n".join(textwrap.wrap(name, 20)), no_wrap=True)  # about the width of an interval
     for metric, values in one.values.items():
         differences = (paired_difference(values, other.values[metric]) for other in others)
@@ -108,8 +111,8 @@ def show_evaluation(console: Console, found: "dict[str, Evaluation]", num_shown:
     rows = Table("model", "score", "prompt and response", show_lines=True)
     firsts = ([sample for sample in each.samples if sample["sample"] == 0] for each in found.values())
     for samples in list(zip(*firsts, strict=False))[:num_shown]:
-        for model, sample in zip(found, samples, strict=True):
-            score = "none" if sample["score"] is None else f"{sample['score']:.3g}"
+        for model, sample in zip(names, samples, strict=True):
+            score = "none" if sample["score"] is None else f"{sample['score']:.3f}"
             rows.add_row(model, score, Text(sample["prompt"], style="dim") + Text(sample["response"]))
     if num_shown:
         console.print(rows)

@@ -86,13 +86,17 @@ def train(
 
 def _show_lost_prompts(console: Console, config: RunSettings) -> None:
     from coati.build import make_prompts
+    from coati.prompts.stream import CUT_SHORT
 
     evaluated = [(f"[[eval]] {one.name}", config.for_evaluation(one), one.max_prompts) for one in config.eval]
     for name, own, most in [("[prompts]", config, 0), *evaluated]:
-        if lost := make_prompts(own).survey(most):
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in lost.items())
-            message = f"{name}: prompts skipped or cut short: {reasons}."
-            console.print(message, style="yellow", markup=False, soft_wrap=True)
+        lost = make_prompts(own).survey(most)
+        cut = lost.pop(CUT_SHORT, 0)
+        messages = [f"{counted(count, 'prompt')} {reason} will be skipped" for reason, count in lost.items()]
+        if cut:
+            messages.append(f"responses to {counted(cut, 'prompt')} have less room in the context than max_new_tokens")
+        if messages:
+            console.print(f"{name}: {'; '.join(messages)}.", style="yellow", markup=False, soft_wrap=True)
 
 
 def _show_result(console: Console, result: RunResult) -> None:

@@ -74,8 +74,11 @@ def _place_lines(config: RunSettings) -> list[str]:
     critic = f"critic from {source}" if config.algorithm.uses_critic else "no critic"
     written = ["config.toml", "metrics.jsonl", "samples.jsonl"] + ["spans.jsonl"] * bool(config.logging.spans_kept)
     written += config.logging.tracker_names
-    every = counted(train.save_every, "version")
-    checkpoints = f"; a checkpoint every {every} in checkpoints/" if train.save_every else ""
+    checkpoints = ""
+    if train.save_every:
+        checkpoints = f"; a checkpoint every {counted(train.save_every, 'version')} in checkpoints/"
+        if train.save_every >= train.total_steps // train.update_steps:
+            checkpoints += ", so none before the end"
     lines = [
         f"Model: {model.path}{' with LoRA adapters' if config.lora.rank else ''}; "
         f"{f'reference {config.reference_path}' if config.reference_path else 'no reference'}, {critic}.",

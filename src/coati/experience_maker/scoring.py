@@ -140,16 +140,18 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
     ]
     if failed := batch.quarantined:
         what = f"the reward failed on {counted(len(failed), 'sample')}, now in quarantine"
-        parts.insert(0, f"{what} (the last: {failed[-1]['error']})")
+        parts.insert(0, f"{what} (the last: {failed[-1]['error'].rstrip('.')})")
     message = "; ".join(parts)
     is_good = torch.tensor([sample.unit not in bad_units for sample in samples], device=is_bad.device)
     if not bool(is_good.any()):
         remedy = "The learning rates (train.actor_lr, train.critic_lr) may be too high, or the models' weights damaged."
-        if bool(bad["reward"].any()):
+        if batch.quarantined:
+            remedy = "Correct the function, or return None for samples without a score."
+        elif bool(bad["reward"].any()):
             remedy = "Return a finite number for each sample, 0.0 if the reward does not apply to it."
         raise AllSamplesDropped(f"{message}, so none is left. {remedy}")
     num_lost = int((~is_good).sum())
-    others = f", and with them their groups: {counted(num_lost, 'sample')}" if num_lost > int(is_bad.sum()) else ""
+    others = f" {counted(num_lost, 'sample')}, whole groups" if num_lost > int(is_bad.sum()) else ""
     logger.warning(
         "%s; dropped%s%s", message, others, ". A reward of 0.0 would keep them" if "no score" in message else ""
     )

@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 _PACE_STEPS: Final = 20  # the first steps compile and fill caches, and makers may join later
 _MAX_ROWS_HELD: Final = 64
+_EQUAL_STEPS: Final = 5  # after so many steps without any difference in reward, there is a warning
 _MAX_QUARANTINED: Final = 1000
 
 
@@ -84,6 +85,7 @@ class RunLog:
         self._evaluated: set[tuple[str, int]] = set()  # (set, version)
         self._evaluations: dict[int, dict[str, float]] = {}  # metrics of evaluations by version, not in a row yet
         self._quarantined: set[int] = set()  # ids of the samples in quarantine.jsonl
+        self._num_equal = 0  # steps in a row whose samples all had the same reward
         self._restarted_at: list[int] = []  # the version that each restart of the trainers continued from
         self._on_begin = on_begin
         self._opened = self._started = self._clock()
@@ -166,6 +168,14 @@ class RunLog:
             self._rows.append({"step": step, "version": version, "time": time.time(), **metrics})
             self._show(metrics)
             self._last_row = step
+            self._num_equal = self._num_equal + 1 if metrics.get("reward/std") == 0.0 else 0
+            if self._num_equal == _EQUAL_STEPS:
+                logger.warning(
+                    "all samples of %d steps in a row had the same reward (%g), so there was nothing to learn from "
+                    "them. Test the reward with `coati reward check`, and read samples.jsonl.",
+                    _EQUAL_STEPS,
+                    metrics["reward/mean"],
+                )
         elif self._rows:  # of an update; if the row of its step is already written, they go into the next
             next((row for row in self._rows if row["step"] == step), self._rows[0]).update(metrics)
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import FrameType
 
 import ray
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
@@ -168,19 +169,33 @@ def _copy_logs(logs: Path, place: Path) -> None:
 
 @contextlib.contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Keep the program's signal handlers: Ray's SIGTERM handler would exit the process instead of saving the model."""
+    """Keep the program's signal handlers, and call them at the end: Ray can crash if its start is interrupted.
+
+    A second signal is handled at once. Ray's SIGTERM handler would exit the process instead of saving the model.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {int(number): handler for number, handler in found.items() if callable(handler)}
+    received: list[int] = []
+
+    def defer(number: int, frame: FrameType | None) -> None:
+        if received:
+            before[number](number, frame)
+        received.append(number)
+
+    for number in before:
+        signal.signal(number, defer)
     try:
         yield
     except SystemExit:  # raised by Ray's handler
         raise KeyboardInterrupt from None
     finally:
         for number, handler in before.items():
-            if callable(handler):
-                signal.signal(number, handler)
+            signal.signal(number, handler)
+    if received:
+        signal.raise_signal(received[0])
 
 
 def _check_authentication(address: str) -> None:

@@ -289,7 +289,8 @@ class Recipients:
             if isinstance(error, RemoteError) and maker.behind is None:
                 rejected.append(f"maker {name}: {reason}")
             else:
-                logger.error("maker %s missed the weights of version %d: %s", name, version, reason)
+                level = logging.INFO if isinstance(error, PeerDied) else logging.ERROR  # deaths are reported elsewhere
+                logger.log(level, "maker %s missed the weights of version %d: %s", name, version, reason)
             maker.behind = reason
         if rejected:
             raise WeightUpdateError(f"weights of version {version} were rejected. {'; '.join(rejected)}")

@@ -104,6 +104,10 @@ def test_plan_describes_staleness():
 def test_plan_shows_checkpoints():
     assert "checkpoints" not in words(plan_of("train.save_every=0"))
     assert "every 5 versions in checkpoints/" in words(plan_of("train.save_every=5"))
+    assert "none before the end" not in words(plan_of("train.save_every=5", "train.total_steps=6"))
+    assert "every 5 versions in checkpoints/, so none before the end" in words(
+        plan_of("train.save_every=5", "train.total_steps=5")
+    )
 
 
 def test_plan_shows_the_engine_that_will_run(tmp_path):

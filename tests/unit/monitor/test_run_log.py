@@ -365,3 +365,11 @@ def test_an_evaluation_whose_row_is_dropped_is_in_the_next_row_and_a_later_one_i
     log.close()
     named = columns(tmp_path, "step", "eval/held-out/version", "eval/held-out/avg@1", "eval/held-out/step")
     assert named == [(1, 0, 0.0, None), (2, None, None, None), (3, 1, 1.0, None), (4, None, None, None)]
+
+
+@pytest.mark.parametrize(("spreads", "num_warnings"), [([0.0] * 12, 1), ([0.0] * 4 + [0.1] + [0.0] * 4, 0)])
+def test_rewards_that_never_differ_are_warned_of_once(make_log, caplog, spreads, num_warnings):
+    log = make_log()
+    for step, spread in enumerate(spreads, start=1):
+        log.take("trainer-0", [trained(step, step - 1, **{"reward/mean": 0.25, "reward/std": spread})])
+    assert caplog.text.count("had the same reward (0.25)") == num_warnings
