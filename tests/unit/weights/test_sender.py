@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import itertools
+import logging
 import threading
 import weakref
 from concurrent.futures import Future, wait
@@ -310,6 +311,11 @@ def test_a_new_maker_receives_the_next_version(make_models, trained):
 
 
 # Makers that fail.
+
+
+@pytest.fixture(autouse=True)
+def _all_messages(caplog):
+    caplog.set_level(logging.INFO)  # that a dead maker missed an update is not a warning
 
 
 def misses_of(name, caplog):
