@@ -235,9 +235,7 @@ def test_a_dry_run_over_an_earlier_run_checks_everything_and_mentions_overwrite(
 def test_a_dry_run_counts_the_prompts_of_each_set_that_are_skipped_or_cut_short(folder, dry_run):
     lengths = (2, 5, 12, 12, 1)  # tokens
     (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "{"film " * length}"}}\n' for length in lengths))
-    training, held_out = [line for line in dry_run().splitlines() if "cut short" in line]
-    assert "[prompts]" in training
-    assert "3 longer than prompts.max_tokens" in training
-    assert "held-out" in held_out
-    assert "1 without room for a response" in held_out  # of the first three
-    assert "1 with less room" in held_out  # 5 tokens, plus the first token
+    training, held_out = [line for line in dry_run().splitlines() if "will be skipped" in line]
+    assert training == "[prompts]: 3 prompts longer than prompts.max_tokens will be skipped."
+    assert "held-out: 1 prompt without room for a response will be skipped; " in held_out  # of the first three
+    assert "responses to 1 prompt have less room" in held_out  # 5 tokens, plus the first token
