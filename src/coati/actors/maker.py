@@ -18,7 +18,8 @@ from coati.actors.host import Host, Progress, Worker, apply_env_info, set_up_gpu
 from coati.actors.options import MakerOptions
 from coati.devices import set_up_cpu
 from coati.errors import ConfigError
-from coati.experience_maker.base import build_maker
+from coati.evaluation.work import EvaluationWork
+from coati.experience_maker.base import ExperienceMaker, build_maker
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
@@ -83,15 +84,7 @@ class Maker(Worker):
         )
         self._served = ServedModels(maker.trained_models, name=f"maker {self._name}")
         self._receiver = WeightReceiver(self._served, allow_partial_plain=update_lora_weights)
-        self.pipeline = ExperiencePipeline(
-            maker,
-            self._served,
-            generate_kwargs=generate_kwargs,
-            # Prompts without ids get numbers that start at a different value in each maker.
-            first_sample_id=(zlib.crc32(self._name.encode()) & 0x7FFFFF) << 40,
-            commit_between_tokens=options.rollout is not None and options.rollout.in_flight,
-            timeline=self._timeline,
-        )
+        self.pipeline = self._make_pipeline(maker, generate_kwargs)
         self._trainer_names = tuple(detached_trainer_name_list)
         self._sender = ItemSender(
             self._trainer_names,
@@ -101,14 +94,7 @@ class Maker(Worker):
             should_stop=self.host.stop.is_set,
             timeline=self._timeline,
         )
-        self._evaluations = options.evaluations and options.evaluations(
-            strategy,
-            self._served,
-            peers=self.host.peers,
-            trainer=self._trainer_names[0],
-            maker=self._name,
-            should_stop=self.host.stop.is_set,
-        )
+        self._evaluations = self._make_evaluations(strategy)
         if eval_performance:
             models = [maker.actor, maker.critic, maker.initial_model, maker.reward_model]
             self.callbacks.append(ExperienceMakerPerformanceEvaluator(*map(num_parameters, models)))
@@ -179,6 +165,29 @@ class Maker(Worker):
         """Return this maker's progress."""
         served = self._served
         return Progress(self._state, served.version, self._sender.num_delivered, has_weights=served.is_synced)
+
+    def _make_pipeline(self, maker: ExperienceMaker, generate_kwargs: dict[str, Any]) -> ExperiencePipeline:
+        rollout = self._options.rollout
+        return ExperiencePipeline(
+            maker,
+            self._served,
+            generate_kwargs=generate_kwargs,
+            # Prompts without ids get numbers that start at a different value in each maker.
+            first_sample_id=(zlib.crc32(self._name.encode()) & 0x7FFFFF) << 40,
+            commit_between_tokens=rollout is not None and rollout.in_flight,
+            timeline=self._timeline,
+        )
+
+    def _make_evaluations(self, strategy: Strategy) -> EvaluationWork | None:
+        make = self._options.evaluations
+        return make and make(
+            strategy,
+            self._served,
+            peers=self.host.peers,
+            trainer=self._trainer_names[0],
+            maker=self._name,
+            should_stop=self.host.stop.is_set,
+        )
 
     def _make_source(self, dataloader_fn: Callable[[], Any], num_epochs: int, num_steps: int) -> WorkSource:
         rules = self._options.rules

@@ -103,14 +103,7 @@ class PlainPPOTrainer(Trainer):
         self._sync: Future[None] | None = None  # the last full update
         # Held while weights change and while they are read for publishing, so that no update mixes two versions.
         self._weights_lock = threading.RLock()  # reentrant: a sync publishes while it holds the lock
-        self._checkpoints = Checkpoints(
-            options.save_folder,
-            self._learner,
-            self._leased,
-            train=options.train,
-            tokenizer=options.tokenizer,
-            write_seconds=self.deadlines.update_seconds,
-        )
+        self._checkpoints = self._make_checkpoints()
         self._evaluations = options.evaluations(record=self._records.append, stop=self.stop)
         self._resume()
 
@@ -125,6 +118,16 @@ class PlainPPOTrainer(Trainer):
             max_staleness=self.options.topology.max_staleness,
             max_response_tokens=self.options.max_response_tokens,
             optimizer_class=self.strategy.optimizer_class,
+        )
+
+    def _make_checkpoints(self) -> Checkpoints:
+        return Checkpoints(
+            self.options.save_folder,
+            self._learner,
+            self._leased,
+            train=self.options.train,
+            tokenizer=self.options.tokenizer,
+            write_seconds=self.deadlines.update_seconds,
         )
 
     def _resume(self) -> None:
