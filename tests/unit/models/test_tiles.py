@@ -159,7 +159,7 @@ def scores(policy, critic, reward_model, rows, more):
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("tile", [32, 128])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("inner", "outer"), [(4, 2), (24, 37), (64, 1), (64, 200), (300, 77)])
+@pytest.mark.parametrize(("inner", "outer"), [(4, 2), (24, 37), (64, 1), (64, 200), (300, 77), (2000, 8)])
 def test_rows_of_a_product_do_not_depend_on_their_position(num_threads, inner, outer, has_bias, tile):
     torch.set_num_threads(num_threads)
     torch.manual_seed(0)

@@ -135,12 +135,11 @@ class _AttentionCall(NamedTuple):
     span: int  # if above 0, pages below this one are read where they are, in their order
 
     def in_order(self, of_slots: Tensor) -> Tensor:
-        """Return rows of slots in the order in which texts are read; rows of pages without a slot are 0, or visible."""
+        """Return rows of slots in the order in which texts are read. Those of pages without a slot are never used."""
         rows = of_slots[self.slots]
         if not self.span:
             return rows
-        ordered = torch.full((self.span, *rows.shape[1:]), rows.dtype == torch.bool, dtype=rows.dtype)
-        return ordered.index_copy_(0, self.pages[:, 0], rows)
+        return rows.new_zeros(self.span, *rows.shape[1:]).index_copy_(0, self.pages[:, 0], rows)
 
     def of_slots(self, ordered: Tensor) -> Tensor:
         """Return rows in the order of slots, given those in the order of texts."""
