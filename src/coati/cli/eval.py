@@ -83,8 +83,8 @@ def _resolved(target: str, settings: Path | None) -> tuple[str, RunSettings]:
     if not (folder / "model").is_dir():
         from coati.trainer.checkpoints import saved_versions
 
-        saved = [one for one in (folder / "model-at-failure",) if one.is_dir()]
-        saved += saved_versions(folder / "checkpoints")
+        failed = folder / "model-at-failure"
+        saved = [failed] if failed.is_dir() else saved_versions(folder / "checkpoints")
         advice = f"Evaluate {saved[0]}." if saved else "It has no checkpoint either (see train.save_every)."
         raise ConfigError(f"The run in {target!r} has not saved its final model. {advice}")
     return str(folder / "model"), config

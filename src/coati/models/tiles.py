@@ -27,6 +27,7 @@ TILE = 128
 """Rows per product in a pass over whole sequences on a CPU: more are hardly faster, fewer need less padding."""
 GPU_TILE = 2048
 """Rows per product on a GPU, where smaller products would leave most of it idle."""
+_HAS_MKL = bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
 _VECTOR = 32  # elements: a multiple of every vector width
 _PIECE = 32768  # elements: torch does not split an operation of this size among threads
 
@@ -130,9 +131,9 @@ def tiled_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
 def _is_batch_exact(inputs: Tensor, weight: Tensor, tile: int) -> bool:
     """Return whether a batch of products has the bits of single ones: MKL's have, unless threads share a long sum."""
     is_float32_on_cpu = inputs.device.type == "cpu" and inputs.dtype == torch.float32
-    is_mkl = torch.backends.mkl.is_available() and torch.get_num_threads() == 1  # type: ignore[no-untyped-call]
+    is_product_of_mkl = is_float32_on_cpu and _HAS_MKL and torch.get_num_threads() == 1
     # Torch has its own code for products with a vector, and for batches of products below 400 multiplications.
-    return is_float32_on_cpu and is_mkl and len(weight) > 1 and tile * weight.numel() >= 400
+    return is_product_of_mkl and weight.shape[0] > 1 and tile * weight.numel() >= 400
 
 
 def in_tiles(function: Callable[[Tensor], Tensor], inputs: Tensor, *, tile: int) -> Tensor:

@@ -307,7 +307,7 @@ class NativeEngine:
             return num_free >= min(self._max_slots * PREFILL_SHARE, num_waiting)
         # A CPU takes about as long for a prefill pass as for a step, whatever their sizes. If responses have n tokens,
         # the fraction of samples to start together that takes the fewest of both is the square root of 2 / n.
-        longest = max(sample.limit for sample in (*alive, *self._waiting))
+        longest = max(sample.limit for sample in (*alive, *itertools.islice(self._waiting, num_free)))
         fraction = math.sqrt(2 / max(2, longest))
         return min(num_free, num_waiting) >= fraction * min(len(alive) + num_waiting, self._max_slots)
 
