@@ -33,5 +33,11 @@ def _words(*numbers: int) -> np.ndarray:
 
 def keyed_uniforms(seed: int, sample_ids: Sequence[int], num_draws: int) -> np.ndarray:
     """Return uniform draws in [0, 1), one row per sample id: [len(sample_ids), num_draws], float64."""
-    rows = [keyed_generator(seed, sample_id).random(num_draws) for sample_id in sample_ids]
-    return np.array(rows).reshape(len(rows), num_draws)
+    philox = np.random.Philox(key=_words(0, 0), counter=_words(0, 0, 0, STREAM_TOKENS))
+    draw, state = np.random.Generator(philox).random, philox.state
+    draws = np.empty((len(sample_ids), num_draws))
+    for row, sample_id in zip(draws, sample_ids, strict=True):
+        state["state"]["key"] = _words(seed, sample_id)
+        philox.state = state  # a fifth of the time that a new generator takes
+        draw(out=row)
+    return draws

@@ -32,7 +32,7 @@ from coati.experience import Sample
 from coati.models import Actor, LoRASettings, action_logprobs
 from coati.rollout import GenerateOptions, ReferenceEngine, generate, make_engine
 from coati.rollout.native import NativeEngine
-from coati.rollout.native.blocks import FusedLinear
+from coati.rollout.native.blocks import FusedLinear, product
 from coati.rollout.native.cache import PagedCache
 from coati.rollout.native.decoder import Decoder
 from coati.rollout.native.graphs import graph_size
@@ -263,19 +263,21 @@ def test_joined_layers_share_the_models_memory():
     layers = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 4)]
     before = [layer.weight.clone() for layer in layers]
     fused, inputs = FusedLinear(layers), torch.randn(5, 3)
-    torch.testing.assert_close(fused(inputs), torch.cat([layer(inputs) for layer in layers], dim=-1))
+    torch.testing.assert_close(product(fused, inputs), torch.cat([layer(inputs) for layer in layers], dim=-1))
     assert all(torch.equal(layer.weight, old) for layer, old in zip(layers, before, strict=True))
     with torch.no_grad():
         layers[1].weight.fill_(1.0)
         layers[1].bias.zero_()
-    torch.testing.assert_close(fused(inputs)[:, 2:], inputs.sum(dim=1, keepdim=True).expand(5, 4))
+    torch.testing.assert_close(product(fused, inputs)[:, 2:], inputs.sum(dim=1, keepdim=True).expand(5, 4))
 
 
 @pytest.mark.parametrize("biases", [(False, True), (True, False)])
 def test_layers_of_which_only_some_have_a_bias_are_not_joined(biases):
     layers = [torch.nn.Linear(3, 2, bias=bias) for bias in biases]
     inputs = torch.randn(5, 3)
-    torch.testing.assert_close(FusedLinear(layers)(inputs), torch.cat([layer(inputs) for layer in layers], dim=-1))
+    torch.testing.assert_close(
+        product(FusedLinear(layers), inputs), torch.cat([layer(inputs) for layer in layers], dim=-1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -337,7 +339,7 @@ def test_what_broken_weights_left_behind_is_not_seen_by_the_next_request(is_canc
 
 def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_once(monkeypatch):
     calls = {"prompts": [], "steps": 0}
-    prefill, decode = Decoder.prefill, Decoder.decode
+    prefill, decode = Decoder.prefill, Decoder.decode_columns
 
     def counted_prefill(self, reading, *arguments, **kwargs):
         calls["prompts"].append(len(reading.lengths))
@@ -348,7 +350,7 @@ def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_
         return decode(*arguments, **kwargs)
 
     monkeypatch.setattr(Decoder, "prefill", counted_prefill)
-    monkeypatch.setattr(Decoder, "decode", counted_decode)
+    monkeypatch.setattr(Decoder, "decode_columns", counted_decode)
     model = make_model("llama")
 
     # Two at a time: while the first writes 14 tokens, the other slot has room for all the others. With a low limit, the

@@ -44,7 +44,8 @@ class Sampler:
         if self._draw is not None:
             return self._draw(logits, uniforms, self._temperature)
         # Filters set entries to -inf and change no others, so a token that can be drawn keeps its log-prob.
-        scores = torch.log_softmax(logits.float() / self._temperature, dim=-1)
+        logits = logits.float() if self._temperature == 1.0 else logits.float() / self._temperature
+        scores = torch.log_softmax(logits, dim=-1)
         for apply_filter in self._filters:
             scores = apply_filter(None, scores)
         tokens = scores.argmax(dim=-1) if self._is_greedy else inverse_cdf(scores, uniforms)
@@ -56,11 +57,10 @@ def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
 
     Float64 keeps the tail of a large vocabulary from being rounded away. A token of probability 0 is never drawn.
     """
-    cumulative = log_probs.double().exp().cumsum(dim=-1)
-    total = cumulative[:, -1]
+    cumulative = log_probs.double().exp().cumsum_(dim=-1)
     # Stay below the total: a product that rounds up to it would select an index past the last token with mass.
-    targets = torch.minimum(uniforms.double() * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, targets.unsqueeze(-1), right=True).squeeze(-1)
+    targets = uniforms.double().clamp(max=1 - 2**-51).unsqueeze(-1) * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
     # Only NaN still selects it. The row stays NaN, which the learner reports; an invalid index would crash the maker.
     return tokens.clamp(max=log_probs.shape[-1] - 1)
 

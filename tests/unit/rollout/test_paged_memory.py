@@ -1,5 +1,7 @@
 """The memory of the paged cache, without a model."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,11 +15,11 @@ def test_a_cache_stays_usable_after_running_out_of_memory(monkeypatch: pytest.Mo
     cache.keys[0][1] = 7.0
     enlarged, done = module.enlarged, []
 
-    def scarce(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+    def scarce(tensor: torch.Tensor, *shape: int, **options: Any) -> torch.Tensor:
         if done:
             raise torch.OutOfMemoryError("only the first allocation succeeds")
         done.append(shape)
-        return enlarged(tensor, *shape)
+        return enlarged(tensor, *shape, **options)
 
     monkeypatch.setattr(module, "enlarged", scarce)
     with pytest.raises(torch.OutOfMemoryError):

@@ -29,27 +29,26 @@ class FusedLinear:
     of the model also updates the matrix, and no weight is stored twice. Other layers (LoRA) are called one by one.
 
     >>> layers = [nn.Linear(4, 2), nn.Linear(4, 3)]
-    >>> FusedLinear(layers)(torch.zeros(1, 4)).shape
+    >>> product(FusedLinear(layers), torch.zeros(1, 4)).shape
     torch.Size([1, 5])
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        self._layers = list(layers)
+        self.layers = list(layers)
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
         self._pointers: list[int] = []
 
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """Return the outputs of all layers, concatenated."""
-        if not self.join():
-            parts = [product(layer, inputs) for layer in self._layers]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        assert self._weight is not None
-        return _linear(inputs, self._weight, self._bias)
+    def matrix(self) -> tuple[Tensor, Tensor | None] | None:
+        """Return the weight and bias of all layers in one; None if they cannot be fused."""
+        if self.join():
+            assert self._weight is not None
+            return self._weight, self._bias
+        return matrix_of(self.layers[0]) if len(self.layers) == 1 else None
 
     def join(self) -> bool:
         """Fuse the weights unless they already are; return False for a single layer, or layers that cannot be fused."""
-        layers = self._layers
+        layers = self.layers
         if len(layers) < 2 or not all(type(layer) is nn.Linear for layer in layers):
             return False
         if len({layer.bias is None for layer in layers}) > 1:
@@ -61,22 +60,25 @@ class FusedLinear:
         return True
 
 
-def product(layer: Any, inputs: Tensor) -> Tensor:
-    """Apply a linear layer, with or without adapters."""
+def matrix_of(layer: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Return the weight [outputs, inputs] and bias of a layer; None for one that must be called (LoRA)."""
+    if isinstance(layer, FusedLinear):
+        return layer.matrix()
     if type(layer) is nn.Linear:
-        return _linear(inputs, layer.weight, layer.bias)
-    if type(layer) is Conv1D:
-        return _linear(inputs, layer.weight.t(), layer.bias)
-    tile = active_tile() or (SLOT_TILE if inputs.device.type == "cpu" else len(inputs))
-    with batch_invariant(layer, inputs, tile=tile):
-        result: Tensor = layer(inputs)
-    return result
+        return layer.weight, layer.bias
+    return (layer.weight.t(), layer.bias) if type(layer) is Conv1D else None
 
 
-def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if tile := active_tile() or (SLOT_TILE if inputs.device.type == "cpu" else 0):
-        return tiled_linear(inputs, weight, bias, tile=tile)
-    return F.linear(inputs, weight, bias)
+def product(layer: Any, inputs: Tensor) -> Tensor:
+    """Apply a linear layer, with or without adapters, or a `FusedLinear`, to rows [n, inputs]."""
+    tile = active_tile() or (SLOT_TILE if inputs.device.type == "cpu" else 0)
+    if (matrix := matrix_of(layer)) is not None:
+        return tiled_linear(inputs, *matrix, tile=tile) if tile else F.linear(inputs, *matrix)
+    parts = []
+    for one in layer.layers if isinstance(layer, FusedLinear) else [layer]:
+        with batch_invariant(one, inputs, tile=tile or len(inputs)):
+            parts.append(one(inputs))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -5,14 +5,16 @@ prompt fills completely; each sample has its own pages from the one in which the
 sample: slots without a sample write to it.
 
 On a GPU pages are short, and the cache grows with the number of tokens. On a CPU a page is as long as the longest text,
-so that attention reads the keys of a slot without copying them.
+and the pages are columns; see `columns`.
 """
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 MEMORY_SHARE = 0.5  # share of a GPU's free memory to use. The rest is for prefill, and for other processes on the GPU.
@@ -21,19 +23,30 @@ _INITIAL_PAGES = 64
 _MIN_GROWTH = 1.25
 
 
-def enlarged(tensor: Tensor, *shape: int) -> Tensor:
+def enlarged(tensor: Tensor, *shape: int, zeros: Callable[[Tensor, Any], Tensor] = Tensor.new_zeros) -> Tensor:
     """Return a tensor of this shape with the old one in its corner, and zeros elsewhere."""
-    larger = tensor.new_zeros(shape)
+    larger = zeros(tensor, shape)
     larger[tuple(map(slice, tensor.shape))] = tensor
     return larger
+
+
+def _columns(like: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """Return zeros of shape [P, K, S, D] that are [S, K, D, P] in memory."""
+    num_pages, num_heads, size, head_dim = shape
+    return like.new_zeros(size, num_heads, head_dim, num_pages).permute(3, 1, 0, 2)
 
 
 class PagedCache:
     """Keys and values of every layer, [P, K, S, D] each (P pages of S positions), and the users of each page."""
 
     def __init__(self, num_layers: int, num_heads: int, head_dim: int, like: Tensor) -> None:
-        empty = like.new_zeros(0, num_heads, 0, head_dim)
+        on_cpu = like.device.type == "cpu"
+        self._zeros: Callable[[Tensor, Any], Tensor] = _columns if on_cpu else Tensor.new_zeros
+        dtype = torch.float32 if on_cpu and like.dtype.itemsize < 4 else like.dtype
+        empty = like.new_zeros(0, num_heads, 0, head_dim, dtype=dtype)
         self.keys, self.values = [empty] * num_layers, [empty] * num_layers
+        self.columns: list[tuple[NDArray[Any], ...]] = []
+        """On a CPU, keys and values of each layer as arrays, [S, K, D, P]."""
         self.num_pages = self.page_size = 0
         self._free: list[int] = []  # a heap, so that the first slots get the first pages
         self._num_users: Counter[int] = Counter()
@@ -44,6 +57,10 @@ class PagedCache:
         """Return keys and values of all layers."""
         return *self.keys, *self.values
 
+    def layers(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return keys and values of each layer."""
+        return zip(self.keys, self.values, strict=True)
+
     def enlarge(self, num_pages: int, page_size: int) -> None:
         """Grow to at least `num_pages` pages, including page 0, of at least `page_size` positions."""
         num_pages, page_size = max(num_pages, self.num_pages), max(page_size, self.page_size)
@@ -52,10 +69,12 @@ class PagedCache:
                 # an earlier attempt that ran out of memory may have enlarged this tensor already
                 shape = (max(pages, num_pages), num_heads, max(size, page_size), head_dim)
                 if tensors[index].shape != shape:
-                    tensors[index] = enlarged(tensors[index], *shape)
+                    tensors[index] = enlarged(tensors[index], *shape, zeros=self._zeros)
         for page in range(max(1, self.num_pages), num_pages):
             heapq.heappush(self._free, page)
         self.num_pages, self.page_size = num_pages, page_size
+        if self._zeros is _columns:
+            self.columns = [tuple(tensor.permute(2, 1, 3, 0).numpy() for tensor in pair) for pair in self.layers()]
 
     def _affordable(self, missing: int) -> int:
         """Return the number of pages to grow to if `missing` are missing: on a GPU up to a share of its memory."""
@@ -96,6 +115,15 @@ class PagedCache:
             if (prompt := self._prompts.pop(page, None)) is not None:
                 del self._of_prompts[prompt]
         return freed
+
+    def compact(self, pages: list[int]) -> None:
+        """Move the contents of these pages, the only ones in use, to pages 1, 2, …, each with one user."""
+        count = len(pages) + 1
+        for tensor in self.tensors():
+            tensor[1:count] = tensor[pages]
+            tensor[count:] = 0  # finite in any case
+        self._free = list(range(count, self.num_pages))
+        self._num_users = Counter(range(1, count))
 
     def prompt_pages(self, tokens: Sequence[int]) -> list[int]:
         """Return the pages that this prompt fills, if a sample has prefilled it with the current weights; else none."""

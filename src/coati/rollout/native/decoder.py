@@ -7,8 +7,10 @@ no caches, and does not copy key-value heads for grouped queries.
 Shapes: n slots, T tokens, H query heads in K groups (key-value heads) of G, D dimensions of a head, L positions.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,6 +23,7 @@ from coati.models.packing import base_of
 from coati.models.tiles import is_batch_invariant
 from coati.rollout.native.blocks import Block, Body, product
 from coati.rollout.native.cache import PagedCache
+from coati.rollout.native.columns import ColumnOperations, Integers
 from coati.rollout.native.operations import (
     Angles,
     Attention,
@@ -42,7 +45,7 @@ class Decoder:
         base: Any = base_of(unwrap(model))
         config = base.config
         self.is_invariant = is_batch_invariant(model)
-        self._embedding: nn.Module = base.get_input_embeddings()
+        self._embedding: Any = base.get_input_embeddings()
         self._embedding_scale: float | None = None
         if config.model_type.startswith("gemma") and not hasattr(self._embedding, "embed_scale"):
             self._embedding_scale = config.hidden_size**0.5  # older transformers: the body scales
@@ -60,6 +63,8 @@ class Decoder:
             rotary_dim=self._cos_sin(1, body.rotations[0])[0].shape[-1],
         )
         self.operations = operations_for(self.weight, self._geometry)
+        self._columns: ColumnOperations  # see `join_weights`
+        self._addresses: tuple[int, ...] = ()
         self._angles: Angles = {}  # see `_rotation`; with the device and dtype of the weights at `new_cache`
 
     def check_length(self, num_tokens: int) -> None:
@@ -80,13 +85,17 @@ class Decoder:
         for block in self._body.blocks:
             block.projections.join()
             block.up.join()
-        return tuple(parameter.data_ptr() for parameter in self._parameters)
+        addresses = tuple(parameter.data_ptr() for parameter in self._parameters)
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._columns = ColumnOperations(self._geometry, self.weight.dtype)
+        return addresses
 
     def new_cache(self) -> PagedCache:
         """Return a cache without pages, on the model's current device."""
         if self.weight.is_cuda:
             drop_flash_on_old_gpus(self.weight.device)
-        self.operations, self._angles = operations_for(self.weight, self._geometry), {}
+        self.operations, self._angles, self._addresses = operations_for(self.weight, self._geometry), {}, ()
         if self.weight.is_cuda and self.is_invariant and self.weight.dtype not in (torch.bfloat16, torch.float16):
             raise ConfigError(
                 f'rollout.batch_invariant needs model.dtype = "bfloat16" on a GPU, got {self.weight.dtype}. Set '
@@ -106,7 +115,8 @@ class Decoder:
         `num_positions` is one past the largest position that a text in the cache can have.
         """
         attend = self._prefill_attention(batch, self._rotation(num_positions))
-        hidden, delta = self._run(batch.tokens, batch.positions, attend, cache)  # [T, d] each
+        embedded = self._embedded(batch.tokens, batch.positions)
+        hidden, delta = self._run(self.operations, embedded, attend, cache.layers())  # [T, d] each
         last = batch.starts[1:].long() - 1
         return self._logits(hidden[last], delta[last])[batch.which]
 
@@ -118,29 +128,50 @@ class Decoder:
         """
         angles = self._rotation(pages.shape[1] * cache.page_size)
         attend = self.operations.attention(positions, pages, cache.page_size, num_positions, angles)
-        return self._logits(*self._run(tokens, positions, attend, cache))
+        return self._logits(*self._run(self.operations, self._embedded(tokens, positions), attend, cache.layers()))
 
-    def _run(self, tokens: Tensor, positions: Tensor, attend: Attention, cache: PagedCache) -> tuple[Tensor, Tensor]:
-        """Run all blocks; return the hidden states before the last addition, and the output that it would add."""
-        run, hidden, delta = self.operations, self._embedded(tokens, positions), None
-        for block, keys, values in zip(self._body.blocks, cache.keys, cache.values, strict=True):
+    def decode_columns(
+        self, tokens: Integers, positions: Integers, used: Integers, cache: PagedCache, num_positions: int
+    ) -> Tensor:
+        """Do the same on a CPU for whole tiles of slots, with the text of slot i in page i + 1.
+
+        Only the slots `used` write to the cache. `num_positions` is one past their largest position.
+        """
+        run, angles = self._columns, self._rotation(cache.page_size)
+        embedded = self._embedded(torch.from_numpy(tokens), torch.from_numpy(positions))
+        columns = embedded.t().to(run.dtype).contiguous().numpy()
+        with np.errstate(all="ignore"):  # weights may be NaN, which the learner reports
+            attend = run.attention(positions, used, num_positions, angles)
+            hidden, delta = self._run(run, columns, attend, cache.columns)
+            logits = run.product(self._head, run.add_norm(hidden, delta, self._body.norm)[1])
+        return self._capped(torch.from_numpy(logits).t())
+
+    def _run(self, run: Any, hidden: Any, attend: Any, cached: Iterable[tuple[Any, ...]]) -> tuple[Any, Any]:
+        """Run all blocks; return the hidden states before the last addition, and the output that it would add.
+
+        They are rows in a tensor or, with `ColumnOperations`, columns in an array. `cached` has each layer's keys and
+        values.
+        """
+        delta = None
+        for block, (keys, values) in zip(self._body.blocks, cached, strict=True):
             hidden, normed = run.add_norm(hidden, delta, block.norm)
-            mixed = product(block.output, attend(block.projections(normed), block, keys, values))
+            mixed = run.product(block.output, attend(run.product(block.projections, normed), block, keys, values))
             if block.output_norm is not None:
                 mixed = run.add_norm(mixed, None, block.output_norm)[1]
             if block.mlp_norm is not None:
                 hidden, normed = run.add_norm(hidden, mixed, block.mlp_norm)
-            activated = (run.gated if block.is_gated else run.activated)(block.up(normed), block.activation)
-            delta = product(block.down, activated)
+            activate = run.gated if block.is_gated else run.activated
+            activated = activate(run.product(block.up, normed), block.activation)
+            delta = run.product(block.down, activated)
             if block.down_norm is not None:
                 delta = run.add_norm(delta, None, block.down_norm)[1]
             if block.mlp_norm is None:
                 delta = mixed + delta
-        assert delta is not None
         return hidden, delta
 
     def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        hidden: Tensor = self._embedding(tokens)
+        is_plain = type(self._embedding) is nn.Embedding
+        hidden: Tensor = self._embedding.weight.index_select(0, tokens) if is_plain else self._embedding(tokens)
         if self._embedding_scale is not None:
             hidden = hidden * torch.tensor(self._embedding_scale, dtype=hidden.dtype)
         if (learned := self._body.positions) is not None:
@@ -148,7 +179,9 @@ class Decoder:
         return hidden
 
     def _logits(self, hidden: Tensor, delta: Tensor) -> Tensor:
-        logits = product(self._head, self.operations.add_norm(hidden, delta, self._body.norm)[1])
+        return self._capped(product(self._head, self.operations.add_norm(hidden, delta, self._body.norm)[1]))
+
+    def _capped(self, logits: Tensor) -> Tensor:
         return logits if self._logit_cap is None else torch.tanh(logits / self._logit_cap) * self._logit_cap
 
     def _prefill_attention(self, batch: PrefillBatch, angles: Angles) -> Attention:
@@ -158,8 +191,8 @@ class Decoder:
 
         def attend(projected: Tensor, block: Block, keys: Tensor, values: Tensor) -> Tensor:
             queries, new_keys, new_values = split(projected, block)
-            keys[batch.pages, :, batch.offsets] = new_keys[batch.sources]
-            values[batch.pages, :, batch.offsets] = new_values[batch.sources]
+            keys[batch.pages, :, batch.offsets] = new_keys[batch.sources].to(keys.dtype)
+            values[batch.pages, :, batch.offsets] = new_values[batch.sources].to(values.dtype)
             if batch.num_past:
                 return self._attend_with_past(queries, keys, values, batch, block.window)
             options: dict[str, Any] = {"scale": geometry.scale, "window": block.window}

@@ -28,7 +28,7 @@ from coati.rollout.native.blocks import tiled
 from coati.rollout.native.cache import enlarged
 from coati.rollout.native.decoder import Decoder, config_of
 from coati.rollout.native.graphs import StepGraphs, graph_size
-from coati.rollout.native.operations import TritonOperations, slot_length
+from coati.rollout.native.operations import TritonOperations
 from coati.rollout.native.prefill import prefill_batch_of, prefill_passes
 from coati.rollout.native.slots import Ended, Place, Responses, Slots, Snapshot, TokenRules, on_device
 
@@ -66,6 +66,7 @@ class NativeEngine:
     def _reset(self) -> None:
         """Start empty, on the model's current device."""
         self._device = self._decoder.weight.device
+        self._made_for = self._device, self._decoder.weight.dtype
         self._is_captured = self._device.type == "cuda"
         self._version = torch.full((), self._last_version, device=self._device)
         self._cache = self._decoder.new_cache()
@@ -119,8 +120,8 @@ class NativeEngine:
         """Queue samples; see `RolloutEngine.submit`."""
         if (problem := options_problem("native", samples[0].options)) is not None:
             raise GenerateOptionError(f'{problem}. Remove it, or use rollout.engine = "reference".')
-        like, mine = self._decoder.weight, self._cache.keys[:1]
-        if not self._num_samples and any((one.device, one.dtype) != (like.device, like.dtype) for one in mine):
+        like = self._decoder.weight
+        if not self._num_samples and (like.device, like.dtype) != self._made_for:
             self._reset()
         samples, options = admitted(samples), samples[0].options
         rules = TokenRules.of(options, unwrap(self.model), self._device, draw=self._decoder.operations.draw)
@@ -138,7 +139,7 @@ class NativeEngine:
             self._extend_pages(num_steps)
             if self._alive:
                 self._run(num_steps, self._compact())
-        if self._samples:
+        if self._samples and (self._is_captured or self._has_ended_samples()):
             self._take_snapshot()
         max_snapshots = MAX_SNAPSHOTS if self._is_captured else 1
         while self._snapshots and (len(self._snapshots) >= max_snapshots or self._steps_left <= 0):
@@ -189,7 +190,7 @@ class NativeEngine:
             longest, longest_response = (1 << (one - 1).bit_length() for one in sizes)
             self._cache.enlarge(0, PAGE_SIZE)
         else:
-            self._cache.enlarge(tiled(min(self._max_slots, self._num_samples)) + 1, slot_length(longest))
+            self._cache.enlarge(tiled(min(self._max_slots, self._num_samples)) + 1, tiled(longest))
         num_slots, num_pages = self._slots.pages.shape
         if longest_response >= self._responses.tokens.shape[1]:  # a finished slot stays one past the last token
             self._responses = self._responses.enlarged(num_slots + 1, longest_response + 1)
@@ -219,7 +220,7 @@ class NativeEngine:
 
     def _extend_pages(self, num_steps: int) -> None:
         """Allocate pages for `num_steps` more tokens per sample; if too few are free, preempt the youngest samples."""
-        for sample in self._alive:
+        for sample in self._alive if self._is_captured else ():
             place, end = sample.place, len(sample.tokens) + sample.limit - 1
             missing = self._cache.covering(min(end, end - place.left + num_steps)) - len(place.pages)
             while missing > 0 and _is_alive(sample) and not self._cache.has_free(missing):
@@ -268,6 +269,8 @@ class NativeEngine:
                 tensor[freed] = 0
         place.pages, place.num_cached, place.num_shared, place.is_finite = [], 0, 0, True
         self._page_table_is_stale = True
+        if not self._is_captured:
+            self._slots.alive[place.slot] = False
 
     # Admission and completion
 
@@ -286,6 +289,7 @@ class NativeEngine:
             place, self._rules = sample.place, sample.place.rules
             if place.slot < 0:
                 place.slot, place.row, place.born = free.popleft(), self._free_rows.pop(), next(self._births)
+                assert self._is_captured or place.pages == [place.slot + 1], place  # what columns rely on
                 self._samples += [None] * (place.slot + 1 - len(self._samples))
             self._samples[place.slot], self._page_table_is_stale = sample, True
             place.left = sample.limit - 1 - len(place.written)
@@ -331,6 +335,10 @@ class NativeEngine:
         mine.stop_states[slots], mine.limits[slots] = states, limits
         mine.alive[slots] = ~is_end & (steps + 1 < limits)
 
+    def _has_ended_samples(self) -> bool:
+        is_alive = self._slots.alive.tolist()
+        return not all(is_alive[sample.place.slot] for sample in self._alive)
+
     def _take_snapshot(self) -> None:
         state = self._responses.state(self._slots, len(self._samples))
         self._snapshots.append(Snapshot(state, [one if one and one.place.pages else None for one in self._samples]))
@@ -359,8 +367,7 @@ class NativeEngine:
         self._free_rows.append(sample.place.row)
 
     def _update_weight_addresses(self) -> None:
-        if self._is_captured:
-            self._weights = self._decoder.join_weights()
+        self._weights = self._decoder.join_weights()
 
     def _compact(self) -> int:
         """Move active samples to the front if that saves slots; return the number of slots to compute.
@@ -371,20 +378,29 @@ class NativeEngine:
         alive = self._alive
         if self._is_invariant:
             return len(self._slots.alive)
-        size = min(graph_size(len(alive)), len(self._slots.alive)) if self._is_captured else tiled(len(alive))
-        if size <= max(sample.place.slot for sample in alive):
+        last = max(sample.place.slot for sample in alive)
+        if self._is_captured:
+            size = min(graph_size(len(alive)), len(self._slots.alive))
+        elif 2 * (size := tiled(len(alive))) > tiled(last + 1):  # not worth moving the cache
+            return tiled(last + 1)
+        if size <= last:
             held = [*alive, *(sample for sample in self._held if not _is_alive(sample))]
             order = on_device([sample.place.slot for sample in held], self._device)
             for tensor in self._slots.tensors():
                 tensor[: len(held)] = tensor[order]
             for slot, sample in enumerate(held):
                 sample.place.slot = slot
+            if not self._is_captured:  # the page of a slot moves with it
+                self._slots.alive[len(held) :] = False
+                self._cache.compact([page for sample in held for page in sample.place.pages])
+                for sample in held:
+                    sample.place.pages = [sample.place.slot + 1]
             self._samples, self._page_table_is_stale = [*held], True
         return size
 
     def _run(self, num_steps: int, count: int) -> None:
         """Run `num_steps` steps with the first `count` slots."""
-        if self._page_table_is_stale:
+        if self._page_table_is_stale and self._is_captured:
             self._slots.place([one.place.pages if one else [] for one in self._samples])
             self._page_table_is_stale = False
         rules, alive, most = self._rules, self._alive, self._slots.pages.shape[1] * self._cache.page_size
@@ -394,8 +410,7 @@ class NativeEngine:
         for sample in alive:
             sample.place.left -= num_steps
         if not self._is_captured:
-            for _ in range(num_steps):
-                self._step(count, min(longest, most), rules)
+            self._step_on_cpu(count, longest, rules)
             return
         length = min(1 << (max(longest, SHORT_TEXT) - 1).bit_length(), most)
         if isinstance(self._decoder.operations, TritonOperations) and length > SHORT_TEXT:
@@ -424,6 +439,24 @@ class NativeEngine:
         steps.add_(alive)
         alive.logical_and_(~is_end).logical_and_(steps < limits)
         positions.add_(alive)  # a finished slot stays at a valid position
+
+    def _step_on_cpu(self, count: int, length: int, rules: TokenRules) -> None:
+        """Do what `_step` does, with numpy."""
+        slots, responses = self._slots.arrays(count), self._responses.arrays()
+        used = slots.alive.nonzero()[0]
+        logits = self._decoder.decode_columns(slots.tokens, slots.positions, used, self._cache, num_positions=length)
+        uniforms = torch.from_numpy(responses.uniforms[slots.rows, slots.steps])
+        tokens, log_probs = (drawn.numpy()[used] for drawn in rules.sampler(logits, uniforms))
+        is_end = (tokens[:, None] == rules.end_tokens.numpy()).any(axis=1)
+        if rules.stops is not None:
+            states = rules.stops.advance(*map(torch.from_numpy, (slots.stop_states[used], tokens))).numpy()
+            slots.stop_states[used], is_end = states, is_end | (states == rules.stops.found)
+        rows, steps = slots.rows[used], slots.steps[used]
+        responses.tokens[rows, steps], responses.log_probs[rows, steps] = tokens, log_probs
+        responses.versions[rows, steps], responses.has_ended[rows] = self._last_version, is_end
+        is_alive = ~is_end & (steps + 1 < slots.limits[used])
+        slots.tokens[used], slots.steps[used], slots.alive[used] = tokens, steps + 1, is_alive
+        slots.positions[used] += is_alive
 
 
 def _is_alive(sample: Sample) -> bool:

@@ -40,6 +40,10 @@ class Slots:
         """Return all fields, which move together."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
+    def arrays(self, count: int) -> Any:
+        """Return the first `count` slots as numpy arrays, which share the memory of the tensors, on a CPU."""
+        return Slots(*(tensor[:count].numpy() for tensor in self.tensors()))  # type: ignore[arg-type]
+
     def place(self, texts: Sequence[list[int]]) -> None:
         """Write the page table of the first slots. Slots without pages are stopped and get page 0, as do all others.
 
@@ -119,6 +123,10 @@ class Responses:
             has_ended=torch.zeros(num_rows, dtype=torch.bool, device=device),
         )
 
+    def arrays(self) -> Any:
+        """Return all fields as numpy arrays, which share the memory of the tensors, on a CPU."""
+        return Responses(**{name: tensor.numpy() for name, tensor in vars(self).items()})
+
     def enlarged(self, num_rows: int, width: int) -> "Responses":
         """Return a copy with more room."""
         shapes = {name: (num_rows, width)[: tensor.ndim] for name, tensor in vars(self).items()}
@@ -126,10 +134,14 @@ class Responses:
 
     def set_draws(self, samples: Sequence[Sample]) -> None:
         """Set the random numbers that tokens of these samples are drawn with."""
-        draws = torch.zeros(len(samples), max(one.limit for one in samples), dtype=torch.float64)
-        for row, one in zip(draws, samples, strict=True):
-            uniforms = keyed_uniforms(one.seed, [one.id], one.num_drawn + one.limit)[0, one.num_drawn :]
-            row[: one.limit] = torch.from_numpy(uniforms)
+        draws = np.zeros((len(samples), max(one.limit for one in samples)))
+        for seed in {one.seed for one in samples}:
+            mine = [number for number, one in enumerate(samples) if one.seed == seed]
+            most = max(samples[number].num_drawn + samples[number].limit for number in mine)
+            uniforms = keyed_uniforms(seed, [samples[number].id for number in mine], most)
+            for number, row in zip(mine, uniforms, strict=True):
+                own = row[samples[number].num_drawn :][: samples[number].limit]
+                draws[number, : len(own)] = own
         rows = on_device([one.place.row for one in samples], self.uniforms.device)
         self.uniforms[rows, : draws.shape[1]] = on_device(draws, self.uniforms.device)
 
