@@ -1,0 +1,169 @@
+"""Decode steps on a CPU: columns match the reference engine, and no column depends on the others."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from engine_protocol import finish, request_of, texts
+from tiny import llama
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from coati.rollout import NativeEngine, ReferenceEngine
+from coati.rollout.native.blocks import SLOT_TILE
+from coati.rollout.native.columns import ColumnOperations
+from coati.rollout.native.operations import Geometry, TorchOperations
+
+SHORT, LONG = 3, 24
+
+
+@pytest.fixture
+def model():
+    return llama(0, num_hidden_layers=2, initializer_range=0.3)
+
+
+def with_limits(samples, *limits):
+    return [sample.changed(limit=limit) for sample, limit in zip(samples, itertools.cycle(limits), strict=False)]
+
+
+def assert_same(found, expected):
+    assert texts(found) == texts(expected)
+    for one, response in found.items():
+        torch.testing.assert_close(response.log_probs, expected[one].log_probs, atol=1e-5, rtol=0)
+
+
+def test_the_cache_moves_when_most_samples_have_ended(model):
+    """The slots that others left are neither computed nor counted, and take the next samples."""
+    ids = range(3 * SLOT_TILE)
+    samples = with_limits(request_of(ids, eos_token_id=[]), *[SHORT] * 7, LONG)
+    engine = NativeEngine(model, num_slots=len(ids))
+    engine.submit(samples)
+    found = finish(engine, len(ids) - len(ids) // 8)
+    engine.advance()
+    last = {sample.place.slot for sample in engine._alive}
+    assert last == set(range(len(ids) // 8)), "the remaining samples did not move"
+    later = with_limits(request_of(range(100, 140), eos_token_id=[]), SHORT, LONG)
+    engine.submit(later)
+    found |= finish(engine, len(ids) // 8 + len(later))
+    assert_same(
+        found,
+        finish(submitted(ReferenceEngine(model), samples), len(ids))
+        | finish(submitted(ReferenceEngine(model), later), len(later)),
+    )
+
+
+def submitted(engine, samples):
+    engine.submit(samples)
+    return engine
+
+
+def test_a_kept_sample_moves_with_its_cache(model):
+    kept = [sample.changed(is_kept=True) for sample in request_of([0, 1], eos_token_id=[], limit=4)]
+    others = with_limits(request_of(range(2, 2 * SLOT_TILE), eos_token_id=[]), *[SHORT] * 20, LONG)
+    whole = texts(finish(submitted(ReferenceEngine(model), request_of([0, 1], eos_token_id=[], limit=9)), 2))
+    engine = NativeEngine(model, num_slots=2 * SLOT_TILE)
+    engine.submit([*others, *kept])  # the last slots
+    found, before = {}, None
+    while not {0, 1} <= found.keys():
+        found |= {sample.id: sample for sample in engine.advance()}
+        before = before or {sample.place.slot for sample in engine._held if sample.id < 2}
+    engine.advance()
+    assert {sample.place.slot for sample in engine._held if sample.id < 2} != before
+    first = {one: found[one].response.tolist() for one in (0, 1)}
+    for one in (0, 1):
+        engine.extend(one, [], 5)
+    while not all(len(found[one].response) == 5 for one in (0, 1)):
+        found |= {sample.id: sample for sample in engine.advance()}
+    assert {one: first[one] + found[one].response.tolist() for one in (0, 1)} == whole
+
+
+def test_what_broken_weights_wrote_does_not_move_with_the_cache(model):
+    ids = range(2 * SLOT_TILE)
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    good = weight.detach().clone()
+    engine = NativeEngine(model, num_slots=len(ids))
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+    engine.submit(with_limits(request_of(ids, eos_token_id=[]), *[LONG] * 31, SHORT))
+    for _ in range(4):
+        engine.advance()
+    engine.cancel(range(5, 60))
+    engine.advance()
+    engine.cancel(ids)
+    with torch.no_grad():
+        weight.copy_(good)
+    again = request_of(ids, eos_token_id=[])
+    assert_same(finish(submitted(engine, again), len(ids)), finish(submitted(ReferenceEngine(model), again), len(ids)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_column_does_not_depend_on_the_number_of_columns(dtype):
+    """Where one product of many columns has other bits than products of a tile, tiles are computed."""
+    generator = torch.Generator().manual_seed(0)
+    operations = ColumnOperations(GEOMETRY, dtype)
+    for size, outputs in [(24, 40), (1024, 256)]:  # MKL's sums over 1,024 depend on the number of columns
+        layer = nn.Linear(size, outputs).to(dtype)
+        tile = torch.randn(size, SLOT_TILE, generator=generator, dtype=operations.dtype)
+        expected = operations.product(layer, tile.numpy())
+        for num_tiles in (2, 3, 8):
+            columns = torch.randn(size, num_tiles * SLOT_TILE, generator=generator, dtype=operations.dtype)
+            columns[:, -SLOT_TILE:] = tile.flip(1)
+            found = operations.product(layer, columns.numpy())[:, -SLOT_TILE:]
+            assert (found == expected[:, ::-1]).all(), (size, num_tiles)
+
+
+GEOMETRY = Geometry(head_dim=8, num_kv_heads=2, group=3, scale=0.3, rotary_dim=4)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_attention_matches_that_of_rows_and_does_not_depend_on_the_others(window):
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator)
+
+    count, length, heads = 2 * SLOT_TILE, 20, 2
+    norms = tuple(LlamaRMSNorm(8) for _ in range(2))
+    for norm in norms:
+        norm.weight.data.copy_(random(8))
+    block = SimpleNamespace(rotation="", head_norms=norms, window=window)
+    angles = {"": (random(length, 8), random(length, 8))}
+    angles[""][0][:, 4:], angles[""][1][:, 4:] = 1.0, 0.0
+    projected = random(count, (3 + 2) * heads * 8)
+    positions = torch.arange(count) % (length - 1)
+    cached = random(2, count + 1, heads, length, 8)
+    pages = torch.arange(1, count + 1).unsqueeze(1)
+    rows = [tensor.clone() for tensor in cached]
+    expected = TorchOperations(GEOMETRY).attention(positions, pages, length, length, angles)(projected, block, *rows)
+
+    def mixed(first, last, num_positions):
+        arrays = [
+            part.permute(2, 1, 3, 0)[..., [0, *range(first + 1, last + 1)]].contiguous().numpy() for part in cached
+        ]
+        attend = ColumnOperations(GEOMETRY, torch.float32).attention(
+            positions.numpy()[first:last], np.arange(last - first), num_positions, angles
+        )
+        columns = projected[first:last].t().contiguous().numpy()
+        return attend(columns, block, *arrays), arrays
+
+    whole, arrays = mixed(0, count, length)
+    torch.testing.assert_close(torch.from_numpy(whole.T.copy()), expected, atol=1e-5, rtol=1e-5)
+    for array, tensor in zip(arrays, rows, strict=True):
+        torch.testing.assert_close(torch.from_numpy(array).permute(3, 1, 0, 2), tensor, atol=1e-5, rtol=1e-5)
+    part, _ = mixed(SLOT_TILE, count, length - 1)
+    assert (part == whole[:, SLOT_TILE:]).all()
+
+
+def test_unused_slots_write_nothing():
+    cached = torch.randn(2, 4, 2, 8, SLOT_TILE + 1)
+    before = cached.clone()
+    used = np.array([1, 30])
+    block = SimpleNamespace(rotation="", head_norms=None, window=None)
+    angles = {"": (torch.ones(4, 8), torch.zeros(4, 8))}
+    attend = ColumnOperations(GEOMETRY, torch.float32).attention(np.full(SLOT_TILE, 3), used, 4, angles)
+    attend(torch.randn(2 * 5 * 8, SLOT_TILE).numpy(), block, *cached.numpy())
+    changed = (cached != before).flatten(0, 3).any(dim=0).nonzero().flatten()
+    assert changed.tolist() == (used + 1).tolist()
