@@ -27,7 +27,8 @@ TILE = 128
 """Rows per product in a pass over whole sequences on a CPU: more are hardly faster, fewer need less padding."""
 GPU_TILE = 2048
 """Rows per product on a GPU, where smaller products would leave most of it idle."""
-_HAS_MKL = bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
+_MOST_TRIED = 1 << 28  # multiplications of a product that `is_one_product_exact` tries
+_ALIGNMENT = 64  # bytes: of torch's memory on a CPU
 _VECTOR = 32  # elements: a multiple of every vector width
 _PIECE = 32768  # elements: torch does not split an operation of this size among threads
 
@@ -118,22 +119,58 @@ def padded_length(length: int, least: int = 8) -> int:
 
 
 def tiled_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: int = TILE) -> Tensor:
-    """Compute `F.linear` in products of `tile` rows each."""
+    """Compute `F.linear` in products of `tile` rows each, or in one that has the same bits."""
     rows = inputs.reshape(-1, inputs.shape[-1])
-    if bias is not None or len(rows) <= tile or not _is_batch_exact(inputs, weight, tile):
-        return in_tiles(lambda part: F.linear(part, weight, bias), inputs, tile=tile)
     missing = -len(rows) % tile
-    tiles = (F.pad(rows, (0, 0, 0, missing)) if missing else rows).view(-1, tile, inputs.shape[-1])
-    products = torch.bmm(tiles, weight.t().expand(len(tiles), -1, -1)).flatten(0, 1)
-    return products[: len(rows)].view(*inputs.shape[:-1], -1)
+    count = len(rows) + missing
+    if inputs.device.type != "cpu" or not is_one_product_exact(weight, count, tile=tile, bias=bias):
+        return in_tiles(lambda part: F.linear(part, weight, bias), inputs, tile=tile)
+    joined = F.linear(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight, bias)
+    return joined[: len(rows)].view(*inputs.shape[:-1], -1)
 
 
-def _is_batch_exact(inputs: Tensor, weight: Tensor, tile: int) -> bool:
-    """Return whether a batch of products has the bits of single ones: MKL's have, unless threads share a long sum."""
-    is_float32_on_cpu = inputs.device.type == "cpu" and inputs.dtype == torch.float32
-    is_product_of_mkl = is_float32_on_cpu and _HAS_MKL and torch.get_num_threads() == 1
-    # Torch has its own code for products with a vector, and for batches of products below 400 multiplications.
-    return is_product_of_mkl and weight.shape[0] > 1 and tile * weight.numel() >= 400
+def is_one_product_exact(
+    weight: Tensor, count: int, *, tile: int, bias: Tensor | None = None, by_columns: bool = False
+) -> bool:
+    """Return whether, on a CPU, one product with `count` rows has the same bits as products with `tile` rows each.
+
+    The rows are inputs of `F.linear` or, with `by_columns`, columns that `weight` is multiplied with.
+    """
+    if count == tile:
+        return True
+    if torch.get_num_threads() > 1 or count * weight.numel() > _MOST_TRIED:  # threads may share sums in any way
+        return False
+    layout = tuple(weight.shape), weight.stride(), weight.data_ptr() % _ALIGNMENT
+    return _try_one_product(*layout, weight.dtype, bias is not None, count, tile, by_columns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _try_one_product(
+    shape: tuple[int, int],
+    stride: tuple[int, int],
+    offset: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+    count: int,
+    tile: int,
+    by_columns: bool,
+) -> bool:
+    """Try random numbers: libraries order the terms of a sum by the layout of the factors, not by their values."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(shape[0] * shape[1] + _ALIGNMENT, generator=generator).to(dtype)
+    weight = numbers.as_strided(shape, stride, offset // dtype.itemsize)
+    rows = torch.randn(count, shape[1], generator=generator).to(dtype)
+    bias = torch.randn(shape[0], generator=generator).to(dtype) if has_bias else None
+    if by_columns:
+        columns = rows.t().contiguous()
+        return torch.equal(torch.mm(weight, columns), torch.cat(in_column_tiles(weight, columns, tile), dim=1))
+    parts = [F.linear(part, weight, bias) for part in torch.split(rows, tile)]
+    return torch.equal(F.linear(rows, weight, bias), torch.cat(parts))
+
+
+def in_column_tiles(weight: Tensor, columns: Tensor, tile: int) -> list[Tensor]:
+    """Return the products of `weight` with `tile` columns each."""
+    return [torch.mm(weight, part) for part in torch.split(columns, tile, dim=1)]
 
 
 def in_tiles(function: Callable[[Tensor], Tensor], inputs: Tensor, *, tile: int) -> Tensor:

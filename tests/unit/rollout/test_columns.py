@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from coati.rollout import NativeEngine, ReferenceEngine
 from coati.rollout.native.blocks import SLOT_TILE
-from coati.rollout.native.columns import ColumnOperations
+from coati.rollout.native.columns import ColumnOperations, Columns
 from coati.rollout.native.operations import Geometry, TorchOperations
 
 SHORT, LONG = 3, 24
@@ -107,11 +107,11 @@ def test_a_column_does_not_depend_on_the_number_of_columns(dtype):
     for size, outputs in [(24, 40), (1024, 256)]:  # MKL's sums over 1,024 depend on the number of columns
         layer = nn.Linear(size, outputs).to(dtype)
         tile = torch.randn(size, SLOT_TILE, generator=generator, dtype=operations.dtype)
-        expected = operations.product(layer, tile.numpy())
+        expected = operations.product(layer, Columns(tile)).array.copy()
         for num_tiles in (2, 3, 8):
             columns = torch.randn(size, num_tiles * SLOT_TILE, generator=generator, dtype=operations.dtype)
             columns[:, -SLOT_TILE:] = tile.flip(1)
-            found = operations.product(layer, columns.numpy())[:, -SLOT_TILE:]
+            found = operations.product(layer, Columns(columns)).array[:, -SLOT_TILE:]
             assert (found == expected[:, ::-1]).all(), (size, num_tiles)
 
 
@@ -134,36 +134,36 @@ def test_attention_matches_that_of_rows_and_does_not_depend_on_the_others(window
     angles[""][0][:, 4:], angles[""][1][:, 4:] = 1.0, 0.0
     projected = random(count, (3 + 2) * heads * 8)
     positions = torch.arange(count) % (length - 1)
+    turns = {"": torch.cat(angles[""], dim=1).t().contiguous().numpy()}
     cached = random(2, count + 1, heads, length, 8)
     pages = torch.arange(1, count + 1).unsqueeze(1)
     rows = [tensor.clone() for tensor in cached]
     expected = TorchOperations(GEOMETRY).attention(positions, pages, length, length, angles)(projected, block, *rows)
 
     def mixed(first, last, num_positions):
-        arrays = [
-            part.permute(2, 1, 3, 0)[..., [0, *range(first + 1, last + 1)]].contiguous().numpy() for part in cached
-        ]
+        at = [0, *range(first + 1, last + 1)]
+        array = torch.cat([part.permute(2, 1, 3, 0)[..., at] for part in cached], dim=1).contiguous().numpy()
         attend = ColumnOperations(GEOMETRY, torch.float32).attention(
-            positions.numpy()[first:last], np.arange(last - first), num_positions, angles
+            positions.numpy()[first:last], np.arange(last - first), num_positions, turns
         )
-        columns = projected[first:last].t().contiguous().numpy()
-        return attend(columns, block, *arrays), arrays
+        return attend(Columns(projected[first:last].t().contiguous()), block, array).array, array
 
-    whole, arrays = mixed(0, count, length)
+    whole, array = mixed(0, count, length)
     torch.testing.assert_close(torch.from_numpy(whole.T.copy()), expected, atol=1e-5, rtol=1e-5)
-    for array, tensor in zip(arrays, rows, strict=True):
-        torch.testing.assert_close(torch.from_numpy(array).permute(3, 1, 0, 2), tensor, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        torch.from_numpy(array).permute(3, 1, 0, 2), torch.cat(rows, dim=1), atol=1e-5, rtol=1e-5
+    )
     part, _ = mixed(SLOT_TILE, count, length - 1)
     assert (part == whole[:, SLOT_TILE:]).all()
 
 
 def test_unused_slots_write_nothing():
-    cached = torch.randn(2, 4, 2, 8, SLOT_TILE + 1)
+    cached = torch.randn(4, 4, 8, SLOT_TILE + 1)
     before = cached.clone()
     used = np.array([1, 30])
     block = SimpleNamespace(rotation="", head_norms=None, window=None)
-    angles = {"": (torch.ones(4, 8), torch.zeros(4, 8))}
+    angles = {"": np.ones((16, 4), np.float32)}
     attend = ColumnOperations(GEOMETRY, torch.float32).attention(np.full(SLOT_TILE, 3), used, 4, angles)
-    attend(torch.randn(2 * 5 * 8, SLOT_TILE).numpy(), block, *cached.numpy())
-    changed = (cached != before).flatten(0, 3).any(dim=0).nonzero().flatten()
+    attend(Columns(torch.randn(2 * 5 * 8, SLOT_TILE)), block, cached.numpy())
+    changed = (cached != before).flatten(0, 2).any(dim=0).nonzero().flatten()
     assert changed.tolist() == (used + 1).tolist()

@@ -10,9 +10,10 @@ and the pages are columns; see `columns`.
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -21,32 +22,26 @@ MEMORY_SHARE = 0.5  # share of a GPU's free memory to use. The rest is for prefi
 # Initial number of pages on a GPU, and the minimum factor to grow by, because growing copies the cache.
 _INITIAL_PAGES = 64
 _MIN_GROWTH = 1.25
+_ALIGNED = 16  # numbers: float32 on a CPU
 
 
-def enlarged(tensor: Tensor, *shape: int, zeros: Callable[[Tensor, Any], Tensor] = Tensor.new_zeros) -> Tensor:
+def enlarged(tensor: Tensor, *shape: int) -> Tensor:
     """Return a tensor of this shape with the old one in its corner, and zeros elsewhere."""
-    larger = zeros(tensor, shape)
+    larger = tensor.new_zeros(shape)
     larger[tuple(map(slice, tensor.shape))] = tensor
     return larger
-
-
-def _columns(like: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """Return zeros of shape [P, K, S, D] that are [S, K, D, P] in memory."""
-    num_pages, num_heads, size, head_dim = shape
-    return like.new_zeros(size, num_heads, head_dim, num_pages).permute(3, 1, 0, 2)
 
 
 class PagedCache:
     """Keys and values of every layer, [P, K, S, D] each (P pages of S positions), and the users of each page."""
 
     def __init__(self, num_layers: int, num_heads: int, head_dim: int, like: Tensor) -> None:
-        on_cpu = like.device.type == "cpu"
-        self._zeros: Callable[[Tensor, Any], Tensor] = _columns if on_cpu else Tensor.new_zeros
-        dtype = torch.float32 if on_cpu and like.dtype.itemsize < 4 else like.dtype
+        self._are_columns = like.device.type == "cpu"
+        dtype = torch.promote_types(like.dtype, torch.float32) if self._are_columns else like.dtype
         empty = like.new_zeros(0, num_heads, 0, head_dim, dtype=dtype)
         self.keys, self.values = [empty] * num_layers, [empty] * num_layers
-        self.columns: list[tuple[NDArray[Any], ...]] = []
-        """On a CPU, keys and values of each layer as arrays, [S, K, D, P]."""
+        self.columns: list[NDArray[Any]] = [np.empty(0)] * num_layers
+        """On a CPU, keys and values of each layer in one array, [S, 2K, D, P]."""
         self.num_pages = self.page_size = 0
         self._free: list[int] = []  # a heap, so that the first slots get the first pages
         self._num_users: Counter[int] = Counter()
@@ -64,17 +59,28 @@ class PagedCache:
     def enlarge(self, num_pages: int, page_size: int) -> None:
         """Grow to at least `num_pages` pages, including page 0, of at least `page_size` positions."""
         num_pages, page_size = max(num_pages, self.num_pages), max(page_size, self.page_size)
-        for tensors in (self.keys, self.values):
+        for tensors in () if self._are_columns else (self.keys, self.values):
             for index, (pages, num_heads, size, head_dim) in enumerate([tensor.shape for tensor in tensors]):
                 # an earlier attempt that ran out of memory may have enlarged this tensor already
                 shape = (max(pages, num_pages), num_heads, max(size, page_size), head_dim)
                 if tensors[index].shape != shape:
-                    tensors[index] = enlarged(tensors[index], *shape, zeros=self._zeros)
+                    tensors[index] = enlarged(tensors[index], *shape)
         for page in range(max(1, self.num_pages), num_pages):
             heapq.heappush(self._free, page)
+        if self._are_columns and (num_pages, page_size) != (self.num_pages, self.page_size):
+            self._enlarge_columns(num_pages, page_size)
         self.num_pages, self.page_size = num_pages, page_size
-        if self._zeros is _columns:
-            self.columns = [tuple(tensor.permute(2, 1, 3, 0).numpy() for tensor in pair) for pair in self.layers()]
+
+    def _enlarge_columns(self, num_pages: int, page_size: int) -> None:
+        for index, (keys, values) in enumerate(self.layers()):
+            _, num_heads, _, head_dim = keys.shape
+            # Page 1 is the first aligned number of a row.
+            rows = keys.new_zeros(page_size, 2 * num_heads, head_dim, _ALIGNED * (2 + num_pages // _ALIGNED))
+            rows = rows[..., _ALIGNED - 1 :][..., :num_pages]
+            larger = rows.permute(3, 1, 0, 2)
+            larger[: len(keys), :, : keys.shape[2]] = torch.cat([keys, values], dim=1)
+            self.keys[index], self.values[index] = larger[:, :num_heads], larger[:, num_heads:]
+            self.columns[index] = rows.numpy()
 
     def _affordable(self, missing: int) -> int:
         """Return the number of pages to grow to if `missing` are missing: on a GPU up to a share of its memory."""

@@ -7,7 +7,7 @@ Hidden states are arrays [d, n], a column for each of n slots: norms and rotatio
 copies. Each sum adds up its terms in the same order for all columns, however many there are, so that a step is
 batch-invariant (see `coati.models.tiles`). n is a number of whole tiles: no column is a remainder of vector operations.
 
-The cache holds the keys and values of slot i in page i + 1, and pages are columns too: [S, K, D, P] in memory.
+The cache holds the keys and values of slot i in page i + 1, and pages are columns too: [S, 2K, D, P] in memory.
 """
 
 import functools
@@ -18,109 +18,154 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from coati.models.tiles import tiled_activation
-from coati.rollout.native.blocks import SLOT_TILE, matrix_of, product
-from coati.rollout.native.operations import Angles, Geometry, rms_of
+from coati.models.tiles import in_column_tiles, is_one_product_exact, tiled_activation
+from coati.rollout.native.blocks import SLOT_TILE, matrix_of, product, tiled
+from coati.rollout.native.operations import Geometry, is_silu, rms_of
+from coati.rollout.sampling import BELOW_ONE
 
 Floats = NDArray[Any]
 """float32 or, if weights are, float64. Numpy does not know bfloat16."""
 Integers = NDArray[np.int64]
-Attention = Callable[[Floats, Any, Floats, Floats], Floats]
-"""(projected, block, keys, values): append the new tokens to the cache [S, K, D, P] and attend; returns [H·D, n]."""
+
+
+class Columns:
+    """Memory [d, n], for torch and for numpy."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.array: Floats = tensor.numpy()
+
+    @classmethod
+    def empty(cls, *shape: int, dtype: torch.dtype) -> "Columns":
+        """Return new memory."""
+        return cls(torch.empty(shape, dtype=dtype))
+
+    @functools.cached_property
+    def upper(self) -> "Columns":
+        """The upper half of the rows."""
+        return Columns(self.tensor[: len(self.array) // 2])
+
+
+Attention = Callable[[Columns, Any, Floats], Columns]
+"""(projected, block, cached): append the new tokens to the cache [S, 2K, D, P] and attend; returns [H·D, n]."""
 
 
 class ColumnOperations:
-    """What `TorchOperations` computes in a decode step, of columns. Weights must stay where they are."""
+    """What `TorchOperations` computes in a decode step, of columns. Weights must stay where they are.
+
+    Each result stays valid until the same operation is called again: its memory is used again, which saves time.
+    """
 
     def __init__(self, geometry: Geometry, dtype: torch.dtype) -> None:
         self.dtype = torch.promote_types(dtype, torch.float32)
         self._geometry = geometry
         self._weight_dtype = dtype
-        self._products: dict[Any, Callable[[Floats], Floats]] = {}
-        self._norms: dict[Any, _Norm] = {}
+        self._known: dict[Any, Any] = {}  # operations by layer or norm
+        self._scores, self._weights, self._mixed = (Columns.empty(0, dtype=self.dtype) for _ in range(3))
 
-    def product(self, layer: Any, columns: Floats) -> Floats:
+    def embedded(self, table: nn.Parameter, tokens: Integers) -> Columns:
+        """Look up the rows of tokens."""
+        if (known := self._known.get(table)) is None:
+            known = self._known[table] = table.detach().numpy()
+        return Columns(torch.from_numpy(np.ascontiguousarray(known[tokens].T)))
+
+    def product(self, layer: Any, columns: Columns) -> Columns:
         """Apply a linear layer, with or without adapters, or a `FusedLinear`."""
-        if (known := self._products.get(layer)) is None:
-            known = self._products[layer] = self._product_of(layer)
-        return known(columns)
+        if (known := self._known.get(layer)) is None:
+            known = self._known[layer] = self._product_of(layer)
+        result: Columns = known(columns)
+        return result
 
-    def _product_of(self, layer: Any) -> Callable[[Floats], Floats]:
+    def _product_of(self, layer: Any) -> Callable[[Columns], Columns]:
         if (matrix := matrix_of(layer)) is not None and self._weight_dtype == self.dtype:
             return _Product(*matrix)
 
-        def apply(columns: Floats) -> Floats:
-            rows = torch.from_numpy(columns).t().to(self._weight_dtype)
-            return product(layer, rows).t().to(self.dtype).numpy()
+        def apply(columns: Columns) -> Columns:
+            rows = product(layer, columns.tensor.t().to(self._weight_dtype))
+            return Columns(rows.t().to(self.dtype).contiguous())
 
         return apply
 
-    def add_norm(self, hidden: Floats, delta: Floats | None, norm: Any) -> tuple[Floats, Floats]:
-        """Return `hidden + delta` and its norm."""
-        return (total := hidden if delta is None else hidden + delta), self._normed(norm, total)
+    def add_norm(self, hidden: Columns, delta: Columns | None, norm: Any) -> tuple[Columns, Columns]:
+        """Add `delta` to `hidden`, in place, and return it and its norm."""
+        if delta is not None:
+            np.add(hidden.array, delta.array, out=hidden.array)
+        return hidden, self._normed(norm, hidden.array)
 
-    def _normed(self, norm: Any, columns: Floats) -> Floats:
-        if (known := self._norms.get(norm)) is None:
-            known = self._norms[norm] = _Norm(norm, self.dtype)
-        return known(columns)
-
-    def activated(self, inputs: Floats, activation: nn.Module) -> Floats:
-        """Return `activation(inputs)`."""
-        return tiled_activation(activation, torch.from_numpy(inputs)).numpy()
-
-    def gated(self, both: Floats, activation: nn.Module) -> Floats:
-        """Return `activation(gate) * up` of gate and up, one below the other."""
-        half = len(both) // 2
-        result = self.activated(both[:half], activation)
-        result *= both[half:]
+    def _normed(self, norm: Any, columns: Floats) -> Columns:
+        if (known := self._known.get(norm)) is None:
+            known = self._known[norm] = _Norm(norm, self.dtype)
+        result: Columns = known(columns)
         return result
 
-    def attention(self, places: Integers, used: Integers, num_positions: int, angles: Angles) -> Attention:
+    def add(self, one: Columns, other: Columns) -> Columns:
+        """Return a sum."""
+        return Columns(one.tensor + other.tensor)
+
+    def activated(self, inputs: Columns, activation: nn.Module) -> Columns:
+        """Return `activation(inputs)`, if possible in place."""
+        if torch.get_num_threads() == 1 and is_silu(activation):
+            F.silu(inputs.tensor, inplace=True)
+            return inputs
+        return Columns(tiled_activation(activation, inputs.tensor))
+
+    def gated(self, both: Columns, activation: nn.Module) -> Columns:
+        """Return `activation(gate) * up` of gate and up, one below the other."""
+        result = self.activated(both.upper, activation)
+        np.multiply(result.array, both.array[len(both.array) // 2 :], out=result.array)
+        return result
+
+    def attention(self, places: Integers, used: Integers, num_positions: int, angles: dict[str, Floats]) -> Attention:
         """Return the attention of all layers for a decode step of n tokens, which are at `places` of their texts.
 
-        Only the slots `used` write to the cache. `num_positions` is one past their largest position.
+        Only the slots `used` write to the cache. `num_positions` is one past their largest position, and `angles` has
+        cos and signed sin of every position, [2·D, L], by `Block.rotation`.
         """
         geometry, num_kv_heads, count = self._geometry, self._geometry.num_kv_heads, len(places)
+        grouped = num_kv_heads, geometry.group, geometry.head_dim, count
         is_each_used, written = len(used) == count, (places[used], slice(None), slice(None), used + 1)
         read = slice(num_positions), slice(None), slice(None), slice(1, count + 1)
-        mixed = np.empty((num_kv_heads, geometry.group, geometry.head_dim, count), _numpy_type(self.dtype))
-        scores = np.empty((num_positions, *mixed.shape[:2], count), mixed.dtype)
-        turns = {kind: [self._at(places, part) for part in both] for kind, both in angles.items()}
+        if self._mixed.tensor.shape[-1] != count:
+            self._mixed = Columns.empty(num_kv_heads * geometry.group * geometry.head_dim, count, dtype=self.dtype)
+        if self._scores.tensor.shape[-1] != count or len(self._scores.tensor) < num_positions:
+            shape = tiled(num_positions), *grouped[:2], count
+            self._scores, self._weights = (Columns.empty(*shape, dtype=self.dtype) for _ in range(2))
+        mixed = self._mixed.array.reshape(grouped)
+        scores, weights = self._scores.array[:num_positions], self._weights.array[:num_positions]
+        of_torch = self._scores.tensor[:num_positions], self._weights.tensor[:num_positions]
+        turns = {kind: table.take(places, axis=1) for kind, table in angles.items()}
+        masks: dict[int | None, Floats] = {}  # what is added to scores, [L, 1, 1, n], by window
 
-        @functools.cache
-        def is_hidden(window: int | None) -> NDArray[np.bool_]:
-            """Return which positions the tokens do not see, [L, 1, 1, n]."""
-            others = np.arange(num_positions)[:, None, None, None]
-            return others > places if window is None else (others > places) | (others <= places - window)
+        def mask(window: int | None) -> Floats:
+            if window not in masks:
+                others = np.arange(num_positions)[:, None, None, None]
+                is_hidden = others > places
+                if window is not None:
+                    is_hidden |= others <= places - window
+                masks[window] = np.where(is_hidden, scores.dtype.type(-np.inf), scores.dtype.type(0))
+            return masks[window]
 
-        def write(new: Floats, cached: Floats) -> None:
-            columns = new.transpose(2, 0, 1)
-            cached[written] = columns if is_each_used else columns[used]
-
-        def attend(projected: Floats, block: Any, keys: Floats, values: Floats) -> Floats:
-            heads = projected.reshape(-1, geometry.head_dim, count)  # [H + 2K, D, n]
-            turned = heads[:-num_kv_heads]
+        def attend(projected: Columns, block: Any, cached: Floats) -> Columns:
+            heads = projected.array.reshape(-1, geometry.head_dim, count)  # [H + 2K, D, n]
+            queries, stored = heads[: -2 * num_kv_heads], heads[-2 * num_kv_heads :]
             if block.head_norms is not None:
-                parts = zip(block.head_norms, (turned[:-num_kv_heads], turned[-num_kv_heads:]), strict=True)
-                turned = np.concatenate([self._normed(norm, part) for norm, part in parts])
+                for norm, part in zip(block.head_norms, (queries, stored[:num_kv_heads]), strict=True):
+                    part[:] = self._normed(norm, part).array
             if geometry.rotary_dim:
-                cos, signed_sin = turns[block.rotation]
-                turned = _rotated(turned, cos, signed_sin, geometry.rotary_dim)
-            write(turned[-num_kv_heads:], keys)
-            write(heads[-num_kv_heads:], values)
-            queries = (turned[:-num_kv_heads] * geometry.scale).reshape(mixed.shape)
-            np.einsum("kgdn,lkdn->lkgn", queries, keys[read], out=scores)
-            np.copyto(scores, -np.inf, where=is_hidden(block.window))
-            weights = torch.softmax(torch.from_numpy(scores), dim=0).numpy()
-            np.einsum("lkgn,lkdn->kgdn", weights, values[read], out=mixed)
-            return mixed.reshape(-1, count)
+                _rotate(heads[:-num_kv_heads], turns[block.rotation], geometry.rotary_dim)
+            np.multiply(queries, geometry.scale, out=queries)
+            new = stored.transpose(2, 0, 1)
+            cached[written] = new if is_each_used else new[used]
+            keys, values = cached[read][:, :num_kv_heads], cached[read][:, num_kv_heads:]
+            np.einsum("kgdn,lkdn->lkgn", queries.reshape(grouped), keys, out=scores)
+            np.add(scores, mask(block.window), out=scores)
+            torch.softmax(of_torch[0], dim=0, out=of_torch[1])
+            np.einsum("lkgn,lkdn->kgdn", weights, values, out=mixed)
+            return self._mixed
 
         return attend
-
-    def _at(self, places: Integers, table: Tensor) -> Floats:
-        """Return rows of a table as columns."""
-        return table.to(self.dtype).t().numpy().take(places, axis=1)
 
 
 class _Product:
@@ -129,29 +174,21 @@ class _Product:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight.detach()
         self._bias = None if bias is None else bias.detach().numpy()[:, None]
-        self._has_same_bits = {SLOT_TILE: True}  # by number of columns: whether one product has the bits of tiles
+        self._result = Columns.empty(0, 0, dtype=weight.dtype)
+        self._is_exact = True  # whether one product of these columns has the bits of tiles
 
-    def __call__(self, columns: Floats) -> Floats:
-        inputs = torch.from_numpy(columns)
-        if (is_one := self._has_same_bits.get(columns.shape[1])) is None:
-            is_one = self._has_same_bits[columns.shape[1]] = self._try(columns.shape[1])
-        result: Floats = (torch.mm(self._weight, inputs) if is_one else self._in_tiles(inputs)).numpy()
+    def __call__(self, columns: Columns) -> Columns:
+        count = columns.array.shape[1]
+        if self._result.array.shape[1] != count:
+            self._result = Columns.empty(len(self._weight), count, dtype=self._weight.dtype)
+            self._is_exact = is_one_product_exact(self._weight, count, tile=SLOT_TILE, by_columns=True)
+        if self._is_exact:
+            torch.mm(self._weight, columns.tensor, out=self._result.tensor)
+        else:
+            torch.cat(in_column_tiles(self._weight, columns.tensor, SLOT_TILE), dim=1, out=self._result.tensor)
         if self._bias is not None:
-            result += self._bias
-        return result
-
-    def _in_tiles(self, columns: Tensor) -> Tensor:
-        return torch.cat([torch.mm(self._weight, tile) for tile in torch.split(columns, SLOT_TILE, dim=1)], dim=1)
-
-    def _try(self, count: int) -> bool:
-        """Return whether one product has the bits of tiles, tried with random numbers.
-
-        Libraries choose the order of additions by the shapes, not by the numbers.
-        """
-        generator = torch.Generator().manual_seed(0)
-        columns = torch.randn(self._weight.shape[1], count, generator=generator).type_as(self._weight)
-        # Several threads could share the sums in another way next time.
-        return torch.get_num_threads() == 1 and torch.equal(torch.mm(self._weight, columns), self._in_tiles(columns))
+            np.add(self._result.array, self._bias, out=self._result.array)
+        return self._result
 
 
 class _Norm:
@@ -163,21 +200,23 @@ class _Norm:
         self._eps, self._is_shifted = (norm.eps, False) if self._is_layer_norm else rms_of(norm)
         self._weight = _current(norm.weight, dtype)
         self._bias = _current(norm.bias, dtype) if self._is_layer_norm and norm.bias is not None else None
+        self._result = Columns.empty(0, dtype=dtype)
 
-    def __call__(self, columns: Floats) -> Floats:
-        size = columns.shape[-2]
+    def __call__(self, columns: Floats) -> Columns:
+        if self._result.array.shape != columns.shape:
+            self._result = Columns.empty(*columns.shape, dtype=self._result.tensor.dtype)
+        size, result = columns.shape[-2], self._result.array
         if self._is_layer_norm:
             columns = columns - np.add.reduce(columns, axis=-2, keepdims=True) / size
-        result = columns * columns
-        scale = np.add.reduce(result, axis=-2, keepdims=True)
+        scale = np.einsum("...dn,...dn->...n", columns, columns)[..., None, :]
         scale /= size
         scale += self._eps
         np.sqrt(scale, out=scale)
         np.divide(columns, scale, out=result)
-        result *= 1 + self._weight() if self._is_shifted else self._weight()
+        np.multiply(result, 1 + self._weight() if self._is_shifted else self._weight(), out=result)
         if self._bias is not None:
-            result += self._bias()
-        return result
+            np.add(result, self._bias(), out=result)
+        return self._result
 
 
 def _current(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Floats]:
@@ -189,14 +228,23 @@ def _current(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Floats]:
     return lambda: column
 
 
-def _numpy_type(dtype: torch.dtype) -> Any:
-    return np.float64 if dtype == torch.float64 else np.float32
+def _rotate(heads: Floats, turns: Floats, rotary_dim: int) -> None:
+    """Apply rotary embeddings to [H, D, n] in place: heads · cos + (heads with swapped halves) · signed sin.
+
+    `turns` has cos and signed sin of each dimension, one below the other.
+    """
+    half, turned = rotary_dim // 2, heads[:, :rotary_dim]
+    swapped = np.concatenate([turned[:, half:], turned[:, :half]], axis=1)
+    np.multiply(swapped, turns[-heads.shape[1] :][:rotary_dim], out=swapped)
+    np.multiply(turned, turns[:rotary_dim], out=turned)
+    np.add(turned, swapped, out=turned)
 
 
-def _rotated(heads: Floats, cos: Floats, signed_sin: Floats, rotary_dim: int) -> Floats:
-    """Apply rotary embeddings to [H, D, n]: heads · cos + (heads with swapped halves) · signed sin."""
-    half = rotary_dim // 2
-    swapped = np.concatenate([heads[:, half:rotary_dim], heads[:, :half], heads[:, rotary_dim:]], axis=1)
-    swapped *= signed_sin
-    swapped += heads * cos
-    return swapped
+def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return tokens drawn by inverse CDF, and their log-probs at a temperature, [n] each; see `inverse_cdf`."""
+    scores = torch.log_softmax(logits.float() if temperature == 1.0 else logits.float() / temperature, dim=-1).numpy()
+    cumulative = np.exp(scores, dtype=np.float64)
+    np.cumsum(cumulative, axis=1, out=cumulative)
+    targets = np.minimum(uniforms.numpy(), BELOW_ONE)[:, None] * cumulative[:, -1:]
+    tokens = np.minimum((cumulative <= targets).sum(axis=1), scores.shape[1] - 1)  # a row of NaN has token 0
+    return torch.from_numpy(tokens), torch.from_numpy(scores[np.arange(len(tokens)), tokens])

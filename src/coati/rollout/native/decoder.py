@@ -23,7 +23,7 @@ from coati.models.packing import base_of
 from coati.models.tiles import is_batch_invariant
 from coati.rollout.native.blocks import Block, Body, product
 from coati.rollout.native.cache import PagedCache
-from coati.rollout.native.columns import ColumnOperations, Integers
+from coati.rollout.native.columns import ColumnOperations, Columns, Floats, Integers
 from coati.rollout.native.operations import (
     Angles,
     Attention,
@@ -50,6 +50,9 @@ class Decoder:
         if config.model_type.startswith("gemma") and not hasattr(self._embedding, "embed_scale"):
             self._embedding_scale = config.hidden_size**0.5  # older transformers: the body scales
         self._body = body = Body.of(base)
+        self._is_lookup = (  # whether rows of the embedding are all that enters the first block
+            type(self._embedding) is nn.Embedding and self._embedding_scale is None and body.positions is None
+        )
         self._head: nn.Module = base.get_output_embeddings()
         self._logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         self._parameters: list[Tensor] = list(base.parameters())
@@ -65,6 +68,7 @@ class Decoder:
         self.operations = operations_for(self.weight, self._geometry)
         self._columns: ColumnOperations  # see `join_weights`
         self._addresses: tuple[int, ...] = ()
+        self._angle_columns: dict[str, Floats] = {}  # the same on a CPU, as columns
         self._angles: Angles = {}  # see `_rotation`; with the device and dtype of the weights at `new_cache`
 
     def check_length(self, num_tokens: int) -> None:
@@ -137,25 +141,28 @@ class Decoder:
 
         Only the slots `used` write to the cache. `num_positions` is one past their largest position.
         """
-        run, angles = self._columns, self._rotation(cache.page_size)
-        embedded = self._embedded(torch.from_numpy(tokens), torch.from_numpy(positions))
-        columns = embedded.t().to(run.dtype).contiguous().numpy()
+        run = self._columns
+        self._rotation(cache.page_size)
+        if self._is_lookup and self.weight.dtype == run.dtype:
+            columns = run.embedded(self._embedding.weight, tokens)
+        else:
+            rows = self._embedded(*map(torch.from_numpy, (tokens, positions)))
+            columns = Columns(rows.t().to(run.dtype).contiguous())
         with np.errstate(all="ignore"):  # weights may be NaN, which the learner reports
-            attend = run.attention(positions, used, num_positions, angles)
-            hidden, delta = self._run(run, columns, attend, cache.columns)
+            attend = run.attention(positions, used, num_positions, self._angle_columns)
+            hidden, delta = self._run(run, columns, attend, ((cached,) for cached in cache.columns))
             logits = run.product(self._head, run.add_norm(hidden, delta, self._body.norm)[1])
-        return self._capped(torch.from_numpy(logits).t())
+        return self._capped(logits.tensor.t())
 
     def _run(self, run: Any, hidden: Any, attend: Any, cached: Iterable[tuple[Any, ...]]) -> tuple[Any, Any]:
         """Run all blocks; return the hidden states before the last addition, and the output that it would add.
 
-        They are rows in a tensor or, with `ColumnOperations`, columns in an array. `cached` has each layer's keys and
-        values.
+        They are rows in a tensor or, with `ColumnOperations`, `Columns`. `cached` is the cache of each layer.
         """
         delta = None
-        for block, (keys, values) in zip(self._body.blocks, cached, strict=True):
+        for block, of_layer in zip(self._body.blocks, cached, strict=True):
             hidden, normed = run.add_norm(hidden, delta, block.norm)
-            mixed = run.product(block.output, attend(run.product(block.projections, normed), block, keys, values))
+            mixed = run.product(block.output, attend(run.product(block.projections, normed), block, *of_layer))
             if block.output_norm is not None:
                 mixed = run.add_norm(mixed, None, block.output_norm)[1]
             if block.mlp_norm is not None:
@@ -166,7 +173,7 @@ class Decoder:
             if block.down_norm is not None:
                 delta = run.add_norm(delta, None, block.down_norm)[1]
             if block.mlp_norm is None:
-                delta = mixed + delta
+                delta = run.add(mixed, delta)
         return hidden, delta
 
     def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -227,7 +234,9 @@ class Decoder:
                 cos, sin = self._cos_sin(num_positions, kind)
                 half, rest = sin.shape[-1] // 2, self._geometry.head_dim - sin.shape[-1]
                 signed = torch.cat([-sin[:, :half], sin[:, half:]], dim=-1)
-                self._angles[kind] = F.pad(cos, (0, rest), value=1.0), F.pad(signed, (0, rest))
+                self._angles[kind] = both = F.pad(cos, (0, rest), value=1.0), F.pad(signed, (0, rest))
+                if not cos.is_cuda:
+                    self._angle_columns[kind] = torch.cat(both, dim=1).t().to(self._columns.dtype).contiguous().numpy()
         return self._angles
 
     def _cos_sin(self, num_positions: int, kind: str) -> tuple[Tensor, Tensor]:

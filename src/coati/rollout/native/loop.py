@@ -26,6 +26,7 @@ from coati.models.tiles import products_of
 from coati.rollout.engine import admitted
 from coati.rollout.native.blocks import tiled
 from coati.rollout.native.cache import enlarged
+from coati.rollout.native.columns import draw
 from coati.rollout.native.decoder import Decoder, config_of
 from coati.rollout.native.graphs import StepGraphs, graph_size
 from coati.rollout.native.operations import TritonOperations
@@ -124,7 +125,9 @@ class NativeEngine:
         if not self._num_samples and (like.device, like.dtype) != self._made_for:
             self._reset()
         samples, options = admitted(samples), samples[0].options
-        rules = TokenRules.of(options, unwrap(self.model), self._device, draw=self._decoder.operations.draw)
+        rules = TokenRules.of(
+            options, unwrap(self.model), self._device, draw=self._decoder.operations.draw if self._is_captured else draw
+        )
         for sample in samples:
             sample.place = Place(rules)
         self._waiting += samples
@@ -442,10 +445,10 @@ class NativeEngine:
 
     def _step_on_cpu(self, count: int, length: int, rules: TokenRules) -> None:
         """Do what `_step` does, with numpy."""
-        slots, responses = self._slots.arrays(count), self._responses.arrays()
-        used = slots.alive.nonzero()[0]
-        logits = self._decoder.decode_columns(slots.tokens, slots.positions, used, self._cache, num_positions=length)
-        uniforms = torch.from_numpy(responses.uniforms[slots.rows, slots.steps])
+        slots, responses = self._slots.arrays, self._responses.arrays
+        used, decode = slots.alive.nonzero()[0], self._decoder.decode_columns
+        logits = decode(slots.tokens[:count], slots.positions[:count], used, self._cache, num_positions=length)
+        uniforms = torch.from_numpy(responses.uniforms[slots.rows[:count], slots.steps[:count]])
         tokens, log_probs = (drawn.numpy()[used] for drawn in rules.sampler(logits, uniforms))
         is_end = (tokens[:, None] == rules.end_tokens.numpy()).any(axis=1)
         if rules.stops is not None:

@@ -54,6 +54,7 @@ class TorchOperations:
         self._geometry = geometry
 
     product = staticmethod(product)
+    add = staticmethod(torch.add)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
         """Return `hidden + delta` and its norm, [n, d] each."""
@@ -142,7 +143,7 @@ class TritonOperations(TorchOperations):
 
     def gated(self, both: Tensor, activation: nn.Module) -> Tensor:
         """Return `activation(gate) * up` of [..., gate and up]; torch computes activations other than SiLU."""
-        if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation":
+        if not is_silu(activation):
             return super().gated(both, activation)
         return self._kernels.gated(both)
 
@@ -272,6 +273,11 @@ def visible(positions: Tensor, num_positions: int, window: int | None) -> Tensor
     """Return a mask of the positions that tokens at `positions` attend to, [n, num_positions]."""
     columns, own = torch.arange(num_positions, device=positions.device), positions.unsqueeze(1)
     return columns <= own if window is None else (columns <= own) & (columns > own - window)
+
+
+def is_silu(activation: nn.Module) -> bool:
+    """Return whether this is SiLU, torch's or that of transformers."""
+    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
 
 
 def normed(norm: Any, hidden: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """The state of the slot loop: slots, their responses, and snapshots of it for the host."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,9 +42,10 @@ class Slots:
         """Return all fields, which move together."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
-    def arrays(self, count: int) -> Any:
-        """Return the first `count` slots as numpy arrays, which share the memory of the tensors, on a CPU."""
-        return Slots(*(tensor[:count].numpy() for tensor in self.tensors()))  # type: ignore[arg-type]
+    @functools.cached_property
+    def arrays(self) -> Any:
+        """All but the page table as numpy arrays, which share the memory of the tensors, on a CPU."""
+        return SimpleNamespace(**{name: tensor.numpy() for name, tensor in vars(self).items() if name != "pages"})
 
     def place(self, texts: Sequence[list[int]]) -> None:
         """Write the page table of the first slots. Slots without pages are stopped and get page 0, as do all others.
@@ -123,13 +126,14 @@ class Responses:
             has_ended=torch.zeros(num_rows, dtype=torch.bool, device=device),
         )
 
+    @functools.cached_property
     def arrays(self) -> Any:
-        """Return all fields as numpy arrays, which share the memory of the tensors, on a CPU."""
-        return Responses(**{name: tensor.numpy() for name, tensor in vars(self).items()})
+        """All fields as numpy arrays, which share the memory of the tensors, on a CPU."""
+        return SimpleNamespace(**{name: tensor.numpy() for name, tensor in vars(self).items()})
 
     def enlarged(self, num_rows: int, width: int) -> "Responses":
         """Return a copy with more room."""
-        shapes = {name: (num_rows, width)[: tensor.ndim] for name, tensor in vars(self).items()}
+        shapes = {name: (num_rows, width)[: tensor.ndim] for name, tensor in vars(self).items() if name != "arrays"}
         return Responses(**{name: enlarged(getattr(self, name), *shape) for name, shape in shapes.items()})
 
     def set_draws(self, samples: Sequence[Sample]) -> None:
