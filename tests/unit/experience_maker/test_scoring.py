@@ -80,4 +80,17 @@ def test_an_engine_gap_beyond_rounding_is_warned_about_once(llama, caplog):
         assert gap.value == pytest.approx(0.01, abs=1e-5)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "log-probs" in caplog.text
-    assert watch.measure(actor, wrong, version=10) == {}, "older weights wrote them"
+    assert watch.measure(actor, wrong, version=30) == {}, "older weights wrote them"
+
+
+def test_the_engine_gap_is_measured_often_at_first_and_then_for_every_tenth_version(llama):
+    actor, watch = llama(), GapWatch()
+    sequences = torch.randint(3, 11, (3, 5), generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(3, 3, dtype=torch.bool)
+
+    def is_measured(version):
+        rollout = written(sequences, torch.zeros(3, 3), ones, torch.full((3, 3), version), torch.ones(3))
+        return bool(watch.measure(actor, rollout, version=version))
+
+    assert [version for version in range(40) if is_measured(version)] == [*range(10), 19, 29, 39]
+    assert is_measured(20), "a run that went back to version 20"
