@@ -334,7 +334,7 @@ def join_items(items: Sequence[BufferItem]) -> dict[str, Tensor]:
     joined = {}
     for name in EXPERIENCE_FIELDS:
         fields = [getattr(item, name) for item in items]
-        if present := [field.reshape(-1) for field in fields if field is not None]:
+        if present := [field if field.ndim == 1 else field.reshape(-1) for field in fields if field is not None]:
             joined[name] = torch.cat(present)
             joined[f"{name}.lengths"] = torch.tensor([-1 if field is None else field.numel() for field in fields])
     return joined
