@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from coati.errors import DataError
 from coati.experience import (
@@ -42,15 +41,14 @@ def pad_prompts(samples: Sequence[Sample], *, pad_token: int, width: int = 0) ->
 def pad_samples(samples: Sequence[Sample], *, pad_token: int, device: torch.device) -> Experience:
     """Return a padded batch of prompts and responses. The fields that scoring computes are 0."""
     input_ids, attention_mask = (matrix.to(device) for matrix in pad_prompts(samples, pad_token=pad_token))
-    lengths = torch.tensor([len(sample.response) for sample in samples], device=device)
-    mask = torch.arange(int(lengths.max()), device=device) < lengths.unsqueeze(1)
-
-    def padded(rows: list[Tensor], fill: int = 0) -> Tensor:
-        return pad_sequence(rows, batch_first=True, padding_value=fill).to(device)
-
-    log_probs, group_ids = padded([sample.log_probs for sample in samples]), group_ids_of(samples)
+    lengths, made_on = [len(sample.response) for sample in samples], samples[0].response.device
+    of_tokens = _Padding(starts=[0] * len(samples), lengths=lengths, width=max(lengths), device=made_on)
+    responses = of_tokens.padded([sample.response for sample in samples], pad_token).to(device)
+    log_probs = of_tokens.padded([sample.log_probs for sample in samples]).to(device)
+    mask = torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
+    group_ids = group_ids_of(samples)
     return Experience(
-        sequences=torch.cat([input_ids, padded([sample.response for sample in samples], pad_token)], dim=1),
+        sequences=torch.cat([input_ids, responses], dim=1),
         action_log_probs=log_probs,
         values=torch.zeros_like(log_probs),
         reward=log_probs.new_zeros(len(log_probs)),
@@ -60,7 +58,7 @@ def pad_samples(samples: Sequence[Sample], *, pad_token: int, device: torch.devi
         action_mask=mask,
         sample_ids=torch.tensor([sample.id for sample in samples], device=device),
         group_ids=None if group_ids is None else group_ids.to(device),
-        policy_versions=padded([sample.versions for sample in samples]),
+        policy_versions=of_tokens.padded([sample.versions for sample in samples]).to(device),
         temperatures=torch.tensor([sample.options.sampling_temperature for sample in samples], device=device),
         is_cut=torch.tensor([sample.is_cut for sample in samples], device=device),
     )
@@ -156,12 +154,13 @@ class _Padding:
         # The entries of row r are contiguous from r·width + start.
         begins = torch.arange(len(lengths), device=device) * width + torch.tensor(starts, device=device)
         before = counts.cumsum(0) - counts
-        self._flat = torch.arange(sum(lengths), device=device) + (begins - before).repeat_interleave(counts)
+        total = sum(lengths)  # which a GPU does not have to tell
+        self._flat = torch.arange(total, device=device) + (begins - before).repeat_interleave(counts, output_size=total)
 
-    def padded(self, rows: Sequence[Tensor]) -> Tensor:
-        """Return one matrix of all rows, with 0 in the padding."""
-        entries = torch.cat(list(rows))
-        return entries.new_zeros(self._shape[0] * self._shape[1]).index_copy_(0, self._flat, entries).view(self._shape)
+    def padded(self, rows: Sequence[Tensor], fill: int = 0) -> Tensor:
+        """Return one matrix of all rows, with `fill` in the padding."""
+        entries, size = torch.cat(list(rows)), self._shape[0] * self._shape[1]
+        return entries.new_full((size,), fill).index_copy_(0, self._flat, entries).view(self._shape)
 
 
 def _default(item: BufferItem, name: str) -> Tensor:

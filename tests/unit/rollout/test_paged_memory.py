@@ -1,27 +1,26 @@
 """The memory of the paged cache, without a model."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from coati.rollout.native import cache as module
 from coati.rollout.native.cache import PagedCache
 
 
-def test_a_cache_stays_usable_after_running_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("are_columns", [True, False])
+def test_a_cache_stays_usable_after_running_out_of_memory(monkeypatch: pytest.MonkeyPatch, are_columns: bool) -> None:
     cache = PagedCache(num_layers=2, num_heads=1, head_dim=2, like=torch.zeros(1))
+    cache._are_columns = are_columns  # True on a CPU
     cache.enlarge(3, 4)
     cache.keys[0][1] = 7.0
-    enlarged, done = module.enlarged, []
+    new_zeros, done = torch.Tensor.new_zeros, []
 
-    def scarce(tensor: torch.Tensor, *shape: int, **options: Any) -> torch.Tensor:
+    def scarce(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
         if done:
             raise torch.OutOfMemoryError("only the first allocation succeeds")
         done.append(shape)
-        return enlarged(tensor, *shape, **options)
+        return new_zeros(tensor, *shape)
 
-    monkeypatch.setattr(module, "enlarged", scarce)
+    monkeypatch.setattr(torch.Tensor, "new_zeros", scarce)
     with pytest.raises(torch.OutOfMemoryError):
         cache.enlarge(8, 4)
     monkeypatch.undo()

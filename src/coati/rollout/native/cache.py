@@ -73,10 +73,12 @@ class PagedCache:
 
     def _enlarge_columns(self, num_pages: int, page_size: int) -> None:
         for index, (keys, values) in enumerate(self.layers()):
-            _, num_heads, _, head_dim = keys.shape
+            # an earlier attempt that ran out of memory may have enlarged this layer already
+            pages, num_heads, size, head_dim = keys.shape
+            pages, size = max(pages, num_pages), max(size, page_size)
             # Page 1 is the first aligned number of a row.
-            rows = keys.new_zeros(page_size, 2 * num_heads, head_dim, _ALIGNED * (2 + num_pages // _ALIGNED))
-            rows = rows[..., _ALIGNED - 1 :][..., :num_pages]
+            rows = keys.new_zeros(size, 2 * num_heads, head_dim, _ALIGNED * (2 + pages // _ALIGNED))
+            rows = rows[..., _ALIGNED - 1 :][..., :pages]
             larger = rows.permute(3, 1, 0, 2)
             larger[: len(keys), :, : keys.shape[2]] = torch.cat([keys, values], dim=1)
             self.keys[index], self.values[index] = larger[:, :num_heads], larger[:, num_heads:]
