@@ -119,11 +119,7 @@ class ExperienceMakerPerformanceEvaluator(_PerformanceEvaluator, MakerCallback):
     title = "Experience maker"
 
     def __init__(
-        self,
-        actor_num_params: int,
-        critic_num_params: int,
-        initial_model_num_params: int,
-        reward_model_num_params: int,
+        self, actor_num_params: int, critic_num_params: int, initial_model_num_params: int, reward_model_num_params: int
     ) -> None:
         scored = actor_num_params + critic_num_params + initial_model_num_params + reward_model_num_params
         self.flops_per_token = 2.0 * (actor_num_params + scored)

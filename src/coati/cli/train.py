@@ -34,8 +34,7 @@ def train(
         Path | None, typer.Argument(metavar="CONFIG", help="TOML file with the settings of the run.")
     ] = None,
     overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting. May be repeated."),
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting. May be repeated.")
     ] = None,
     resume: Annotated[
         Path | None,
@@ -45,8 +44,7 @@ def train(
         str | None, typer.Option(help="Join this Ray cluster (e.g. auto) instead of starting a private one.")
     ] = None,
     sync: Annotated[
-        bool,
-        typer.Option("--sync", help="Run in one process, without Ray. Useful for debugging."),
+        bool, typer.Option("--sync", help="Run in one process, without Ray. Useful for debugging.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check settings, models and prompts, print the plan and exit.")

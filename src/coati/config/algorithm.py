@@ -50,8 +50,7 @@ LOSSES: Mapping[str, LossRow] = MappingProxyType(
         ),
         "icepop": LossRow("clipped", {**_MASK, "importance_floor": 0.5, "importance_cap": 5.0}),
         "geometric_mask": LossRow(
-            "clipped",
-            {**_MASK, "importance_level": "geometric", "importance_floor": 0.999, "importance_cap": 1.001},
+            "clipped", {**_MASK, "importance_level": "geometric", "importance_floor": 0.999, "importance_cap": 1.001}
         ),
     }
 )

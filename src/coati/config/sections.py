@@ -41,8 +41,7 @@ class ModelSettings(Section, section="model"):
     )
     critic: str = setting("actor", 'Initial critic: "actor" = body of the policy, or a path or hub name.', min_length=1)
     reference: str = setting(
-        "",
-        "Frozen model that the KL is measured against, a path or hub name; empty = model.path with a KL penalty.",
+        "", "Frozen model that the KL is measured against, a path or hub name; empty = model.path with a KL penalty."
     )
     tokenizer: str = setting("", "Path or hub name of the tokenizer; empty = model.path.")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Data type of the weights.")
@@ -232,14 +231,10 @@ class TopologySettings(Section, section="topology"):
         ge=0,
     )
     max_staleness: int = setting(
-        1,
-        "Maximum age of any sample when it is trained on, in weight versions; 0 = on-policy, -1 = unbounded.",
-        ge=-1,
+        1, "Maximum age of any sample when it is trained on, in weight versions; 0 = on-policy, -1 = unbounded.", ge=-1
     )
     max_restarts: int = setting(
-        10,
-        "Maximum restarts of makers and trainers within an hour; one more death ends the run with an error.",
-        ge=0,
+        10, "Maximum restarts of makers and trainers within an hour; one more death ends the run with an error.", ge=0
     )
     threads_per_actor: int = setting(0, "Torch threads per actor; 0 = the cores divided among the actors.", ge=0)
     gpus_per_maker: float = setting(0.0, "GPUs per maker; below 1, a share of one GPU.", ge=0)

@@ -51,8 +51,7 @@ def _train(
     )
     # Linear warm-up times half a cosine down to zero: the small last steps make samples grammatical.
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min(1.0, (step + 1) / _WARMUP_STEPS) * 0.5 * (1.0 + math.cos(math.pi * step / steps)),
+        optimizer, lambda step: min(1.0, (step + 1) / _WARMUP_STEPS) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
     )
     model.train()
     losses = []

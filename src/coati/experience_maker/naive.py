@@ -24,13 +24,7 @@ from coati.devices import device_errors_explained
 from coati.errors import ConfigError, DataError
 from coati.experience import Experience, Sample
 from coati.experience_maker.base import MEMORY_REMEDY, AllSamplesDropped, ExperienceMaker, MakerBatch, with_ids
-from coati.experience_maker.scoring import (
-    GapWatch,
-    NoSignal,
-    estimate_advantages,
-    keep_scored,
-    score_with_models,
-)
+from coati.experience_maker.scoring import GapWatch, NoSignal, estimate_advantages, keep_scored, score_with_models
 from coati.models import RewardModel, as_critic
 from coati.models.actor import unwrap
 from coati.models.calls import context_length_of

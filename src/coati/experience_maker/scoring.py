@@ -99,10 +99,7 @@ class GapWatch:
                 str(dtype).removeprefix("torch."),
                 limit,
             )
-        return {
-            "rollout/logprob_gap": Mean(mean, float(len(gaps))),
-            "rollout/logprob_gap_max": Max(float(gaps.max())),
-        }
+        return {"rollout/logprob_gap": Mean(mean, float(len(gaps))), "rollout/logprob_gap_max": Max(float(gaps.max()))}
 
 
 class NoSignal(AllSamplesDropped):

@@ -140,27 +140,17 @@ def is_one_product_exact(
         return True
     if torch.get_num_threads() > 1 or count * weight.numel() > _MOST_TRIED:  # threads may share sums in any way
         return False
-    layout = tuple(weight.shape), weight.stride(), weight.data_ptr() % _ALIGNMENT
-    return _try_one_product(*layout, weight.dtype, bias is not None, count, tile, by_columns)
+    layout = weight.shape, weight.stride(), weight.data_ptr() % _ALIGNMENT // weight.element_size()
+    return _try_one_product(layout, weight.dtype, bias is not None, count, tile, by_columns)
 
 
 @functools.lru_cache(maxsize=4096)
-def _try_one_product(
-    shape: tuple[int, int],
-    stride: tuple[int, int],
-    offset: int,
-    dtype: torch.dtype,
-    has_bias: bool,
-    count: int,
-    tile: int,
-    by_columns: bool,
-) -> bool:
+def _try_one_product(layout: Any, dtype: torch.dtype, has_bias: bool, count: int, tile: int, by_columns: bool) -> bool:
     """Try random numbers: libraries order the terms of a sum by the layout of the factors, not by their values."""
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.randn(shape[0] * shape[1] + _ALIGNMENT, generator=generator).to(dtype)
-    weight = numbers.as_strided(shape, stride, offset // dtype.itemsize)
-    rows = torch.randn(count, shape[1], generator=generator).to(dtype)
-    bias = torch.randn(shape[0], generator=generator).to(dtype) if has_bias else None
+    (num_outputs, num_inputs), generator = layout[0], torch.Generator().manual_seed(0)
+    numbers = torch.randn(num_outputs * num_inputs + _ALIGNMENT, generator=generator).to(dtype)
+    weight, bias = numbers.as_strided(*layout), numbers[:num_outputs] if has_bias else None
+    rows = torch.randn(count, num_inputs, generator=generator).to(dtype)
     if by_columns:
         columns = rows.t().contiguous()
         return torch.equal(torch.mm(weight, columns), torch.cat(in_column_tiles(weight, columns, tile), dim=1))

@@ -15,11 +15,6 @@ class MakerHolder(Maker):
         return super().report(record_cursor, span_cursor)
 
 
-run_in_groups(
-    MakerHolder,
-    compute=("workingloop",),
-    model_io=("update_experience_maker",),
-    experience_io=("report",),
-)
+run_in_groups(MakerHolder, compute=("workingloop",), model_io=("update_experience_maker",), experience_io=("report",))
 
 ExperienceMakerHolder = remote(MakerHolder, groups=("experience_io", "model_io", "compute"))

@@ -17,19 +17,12 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 from coati.config.generate import GenerateOptions
 from coati.errors import GenerateOptionError
 
-# Maximum uniform number. Its product with a total stays below it: a product that rounds up to the total would select an
-# index past the last token with mass.
-BELOW_ONE = 1 - 2**-51
-
 
 class Sampler:
     """Draws tokens from logits as the options say. `draw` replaces torch if no top-k, top-p or min-p is set."""
 
     def __init__(
-        self,
-        options: GenerateOptions,
-        *,
-        draw: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None,
+        self, options: GenerateOptions, *, draw: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None
     ) -> None:
         self._temperature = options.sampling_temperature
         self._is_greedy = not options.do_sample
@@ -62,7 +55,8 @@ def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     Float64 keeps the tail of a large vocabulary from being rounded away. A token of probability 0 is never drawn.
     """
     cumulative = log_probs.double().exp().cumsum_(dim=-1)
-    targets = uniforms.double().clamp(max=BELOW_ONE).unsqueeze(-1) * cumulative[:, -1:]
+    # The bound is for a product that rounds up to the total: it would select an index past the last token with mass.
+    targets = uniforms.double().clamp(max=1 - 2**-51).unsqueeze(-1) * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
     # Only NaN still selects it. The row stays NaN, which the learner reports; an invalid index would crash the maker.
     return tokens.clamp(max=log_probs.shape[-1] - 1)

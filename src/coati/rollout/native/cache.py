@@ -22,7 +22,6 @@ MEMORY_SHARE = 0.5  # share of a GPU's free memory to use. The rest is for prefi
 # Initial number of pages on a GPU, and the minimum factor to grow by, because growing copies the cache.
 _INITIAL_PAGES = 64
 _MIN_GROWTH = 1.25
-_ALIGNED = 16  # numbers: float32 on a CPU
 
 
 def enlarged(tensor: Tensor, *shape: int) -> Tensor:
@@ -59,6 +58,8 @@ class PagedCache:
     def enlarge(self, num_pages: int, page_size: int) -> None:
         """Grow to at least `num_pages` pages, including page 0, of at least `page_size` positions."""
         num_pages, page_size = max(num_pages, self.num_pages), max(page_size, self.page_size)
+        if self._are_columns and (num_pages, page_size) != (self.num_pages, self.page_size):
+            self._enlarge_columns(num_pages, page_size)
         for tensors in () if self._are_columns else (self.keys, self.values):
             for index, (pages, num_heads, size, head_dim) in enumerate([tensor.shape for tensor in tensors]):
                 # an earlier attempt that ran out of memory may have enlarged this tensor already
@@ -67,8 +68,6 @@ class PagedCache:
                     tensors[index] = enlarged(tensors[index], *shape)
         for page in range(max(1, self.num_pages), num_pages):
             heapq.heappush(self._free, page)
-        if self._are_columns and (num_pages, page_size) != (self.num_pages, self.page_size):
-            self._enlarge_columns(num_pages, page_size)
         self.num_pages, self.page_size = num_pages, page_size
 
     def _enlarge_columns(self, num_pages: int, page_size: int) -> None:
@@ -76,9 +75,7 @@ class PagedCache:
             # an earlier attempt that ran out of memory may have enlarged this layer already
             pages, num_heads, size, head_dim = keys.shape
             pages, size = max(pages, num_pages), max(size, page_size)
-            # Page 1 is the first aligned number of a row.
-            rows = keys.new_zeros(size, 2 * num_heads, head_dim, _ALIGNED * (2 + pages // _ALIGNED))
-            rows = rows[..., _ALIGNED - 1 :][..., :pages]
+            rows = keys.new_zeros(size, 2 * num_heads, head_dim, pages)
             larger = rows.permute(3, 1, 0, 2)
             larger[: len(keys), :, : keys.shape[2]] = torch.cat([keys, values], dim=1)
             self.keys[index], self.values[index] = larger[:, :num_heads], larger[:, num_heads:]

@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from coati.models.tiles import in_column_tiles, is_one_product_exact, tiled_activation
 from coati.rollout.native.blocks import SLOT_TILE, matrix_of, product, tiled
 from coati.rollout.native.operations import Geometry, is_silu, rms_of
-from coati.rollout.sampling import BELOW_ONE
 
 Floats = NDArray[Any]
 """float32 or, if weights are, float64. Numpy does not know bfloat16."""
@@ -65,18 +64,16 @@ class ColumnOperations:
         self._known: dict[Any, Any] = {}  # operations by layer or norm
         self._scores, self._weights, self._mixed = (Columns.empty(0, dtype=self.dtype) for _ in range(3))
 
-    def embedded(self, table: nn.Parameter, tokens: Integers) -> Columns:
-        """Look up the rows of tokens."""
-        if (known := self._known.get(table)) is None:
-            known = self._known[table] = table.detach().numpy()
-        return Columns(torch.from_numpy(np.ascontiguousarray(known[tokens].T)))
+    def _of(self, part: Any, make: Callable[[Any], Any]) -> Callable[[Any], Columns]:
+        """Return the operation of a part of the model."""
+        if (known := self._known.get(part)) is None:
+            known = self._known[part] = make(part)
+        operation: Callable[[Any], Columns] = known
+        return operation
 
     def product(self, layer: Any, columns: Columns) -> Columns:
         """Apply a linear layer, with or without adapters, or a `FusedLinear`."""
-        if (known := self._known.get(layer)) is None:
-            known = self._known[layer] = self._product_of(layer)
-        result: Columns = known(columns)
-        return result
+        return self._of(layer, self._product_of)(columns)
 
     def _product_of(self, layer: Any) -> Callable[[Columns], Columns]:
         if (matrix := matrix_of(layer)) is not None and self._weight_dtype == self.dtype:
@@ -95,10 +92,9 @@ class ColumnOperations:
         return hidden, self._normed(norm, hidden.array)
 
     def _normed(self, norm: Any, columns: Floats) -> Columns:
-        if (known := self._known.get(norm)) is None:
-            known = self._known[norm] = _Norm(norm, self.dtype)
-        result: Columns = known(columns)
-        return result
+        if self._weight_dtype != self.dtype:  # a copy of the weights would not follow them
+            return _Norm(norm, self.dtype)(columns)
+        return self._of(norm, functools.partial(_Norm, dtype=self.dtype))(columns)
 
     def add(self, one: Columns, other: Columns) -> Columns:
         """Return a sum."""
@@ -198,8 +194,9 @@ class _Norm:
         self._is_layer_norm = hasattr(norm, "bias")
         self._eps: float
         self._eps, self._is_shifted = (norm.eps, False) if self._is_layer_norm else rms_of(norm)
-        self._weight = _current(norm.weight, dtype)
-        self._bias = _current(norm.bias, dtype) if self._is_layer_norm and norm.bias is not None else None
+        self._weight: Floats = norm.weight.detach().to(dtype).numpy()[:, None]
+        bias = getattr(norm, "bias", None)
+        self._bias: Floats | None = None if bias is None else bias.detach().to(dtype).numpy()[:, None]
         self._result = Columns.empty(0, dtype=dtype)
 
     def __call__(self, columns: Floats) -> Columns:
@@ -213,19 +210,10 @@ class _Norm:
         scale += self._eps
         np.sqrt(scale, out=scale)
         np.divide(columns, scale, out=result)
-        np.multiply(result, 1 + self._weight() if self._is_shifted else self._weight(), out=result)
+        np.multiply(result, 1 + self._weight if self._is_shifted else self._weight, out=result)
         if self._bias is not None:
-            np.add(result, self._bias(), out=result)
+            np.add(result, self._bias, out=result)
         return self._result
-
-
-def _current(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Floats]:
-    """Return a function for the current values of a parameter, as a column [d, 1]."""
-    detached = parameter.detach()
-    if parameter.dtype != dtype:
-        return lambda: detached.to(dtype).numpy()[:, None]
-    column: Floats = detached.numpy()[:, None]
-    return lambda: column
 
 
 def _rotate(heads: Floats, turns: Floats, rotary_dim: int) -> None:
@@ -238,13 +226,3 @@ def _rotate(heads: Floats, turns: Floats, rotary_dim: int) -> None:
     np.multiply(swapped, turns[-heads.shape[1] :][:rotary_dim], out=swapped)
     np.multiply(turned, turns[:rotary_dim], out=turned)
     np.add(turned, swapped, out=turned)
-
-
-def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return tokens drawn by inverse CDF, and their log-probs at a temperature, [n] each; see `inverse_cdf`."""
-    scores = torch.log_softmax(logits.float() if temperature == 1.0 else logits.float() / temperature, dim=-1).numpy()
-    cumulative = np.exp(scores, dtype=np.float64)
-    np.cumsum(cumulative, axis=1, out=cumulative)
-    targets = np.minimum(uniforms.numpy(), BELOW_ONE)[:, None] * cumulative[:, -1:]
-    tokens = np.minimum((cumulative <= targets).sum(axis=1), scores.shape[1] - 1)  # a row of NaN has token 0
-    return torch.from_numpy(tokens), torch.from_numpy(scores[np.arange(len(tokens)), tokens])

@@ -24,14 +24,7 @@ from coati.models.tiles import is_batch_invariant
 from coati.rollout.native.blocks import Block, Body, product
 from coati.rollout.native.cache import PagedCache
 from coati.rollout.native.columns import ColumnOperations, Columns, Floats, Integers
-from coati.rollout.native.operations import (
-    Angles,
-    Attention,
-    Geometry,
-    TritonOperations,
-    operations_for,
-    visible,
-)
+from coati.rollout.native.operations import Angles, Attention, Geometry, TritonOperations, operations_for, visible
 from coati.rollout.native.prefill import PrefillBatch
 
 # All but cuDNN's, which plans for each new batch shape: 47 ms on the host of an H200.
@@ -50,9 +43,6 @@ class Decoder:
         if config.model_type.startswith("gemma") and not hasattr(self._embedding, "embed_scale"):
             self._embedding_scale = config.hidden_size**0.5  # older transformers: the body scales
         self._body = body = Body.of(base)
-        self._is_lookup = (  # whether rows of the embedding are all that enters the first block
-            type(self._embedding) is nn.Embedding and self._embedding_scale is None and body.positions is None
-        )
         self._head: nn.Module = base.get_output_embeddings()
         self._logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         self._parameters: list[Tensor] = list(base.parameters())
@@ -143,11 +133,8 @@ class Decoder:
         """
         run = self._columns
         self._rotation(cache.page_size)
-        if self._is_lookup and self.weight.dtype == run.dtype:
-            columns = run.embedded(self._embedding.weight, tokens)
-        else:
-            rows = self._embedded(*map(torch.from_numpy, (tokens, positions)))
-            columns = Columns(rows.t().to(run.dtype).contiguous())
+        rows = self._embedded(*map(torch.from_numpy, (tokens, positions)))
+        columns = Columns(rows.t().to(run.dtype).contiguous())
         with np.errstate(all="ignore"):  # weights may be NaN, which the learner reports
             attend = run.attention(positions, used, num_positions, self._angle_columns)
             hidden, delta = self._run(run, columns, attend, ((cached,) for cached in cache.columns))

@@ -26,7 +26,6 @@ from coati.models.tiles import products_of
 from coati.rollout.engine import admitted
 from coati.rollout.native.blocks import tiled
 from coati.rollout.native.cache import enlarged
-from coati.rollout.native.columns import draw
 from coati.rollout.native.decoder import Decoder, config_of
 from coati.rollout.native.graphs import StepGraphs, graph_size
 from coati.rollout.native.operations import TritonOperations
@@ -125,9 +124,7 @@ class NativeEngine:
         if not self._num_samples and (like.device, like.dtype) != self._made_for:
             self._reset()
         samples, options = admitted(samples), samples[0].options
-        rules = TokenRules.of(
-            options, unwrap(self.model), self._device, draw=self._decoder.operations.draw if self._is_captured else draw
-        )
+        rules = TokenRules.of(options, unwrap(self.model), self._device, draw=self._decoder.operations.draw)
         for sample in samples:
             sample.place = Place(rules)
         self._waiting += samples

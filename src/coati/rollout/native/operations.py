@@ -222,11 +222,7 @@ def kernel_problem(device: torch.device, dtype: torch.dtype, geometry: Geometry)
 
 @torch.no_grad()
 def _trial_errors(
-    kernels: TritonOperations,
-    plain: TorchOperations,
-    device: torch.device,
-    dtype: torch.dtype,
-    geometry: Geometry,
+    kernels: TritonOperations, plain: TorchOperations, device: torch.device, dtype: torch.dtype, geometry: Geometry
 ) -> dict[str, float]:
     """Return the largest difference between kernels and torch on three slots of different lengths, by operation."""
     generator = torch.Generator().manual_seed(0)

@@ -17,6 +17,11 @@ from coati.rollout.native.cache import enlarged
 from coati.rollout.sampling import Sampler, StopStrings, stop_strings_of
 
 
+def _arrays_of(state: Any) -> Any:
+    """Return all tensors but the page table as numpy arrays, which share their memory, on a CPU."""
+    return SimpleNamespace(**{name: tensor.numpy() for name, tensor in vars(state).items() if name != "pages"})
+
+
 @dataclasses.dataclass
 class Slots:
     """The state of each slot, [N] each unless stated otherwise."""
@@ -42,10 +47,7 @@ class Slots:
         """Return all fields, which move together."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
-    @functools.cached_property
-    def arrays(self) -> Any:
-        """All but the page table as numpy arrays, which share the memory of the tensors, on a CPU."""
-        return SimpleNamespace(**{name: tensor.numpy() for name, tensor in vars(self).items() if name != "pages"})
+    arrays = functools.cached_property(_arrays_of)
 
     def place(self, texts: Sequence[list[int]]) -> None:
         """Write the page table of the first slots. Slots without pages are stopped and get page 0, as do all others.
@@ -126,10 +128,7 @@ class Responses:
             has_ended=torch.zeros(num_rows, dtype=torch.bool, device=device),
         )
 
-    @functools.cached_property
-    def arrays(self) -> Any:
-        """All fields as numpy arrays, which share the memory of the tensors, on a CPU."""
-        return SimpleNamespace(**{name: tensor.numpy() for name, tensor in vars(self).items()})
+    arrays = functools.cached_property(_arrays_of)
 
     def enlarged(self, num_rows: int, width: int) -> "Responses":
         """Return a copy with more room."""
