@@ -188,7 +188,7 @@ class _Bucket(NamedTuple):
     tokens: Tensor  # [t] indices of their tokens in the sequence
     indices: Tensor  # [t] indices of these tokens in the flattened batch, [num_rows · width]
     padded: (
-        Tensor  # [num_rows · width] indices in the sequence of what is in the batch; padding repeats a row's last token
+        Tensor  # [num_rows · width] indices in the sequence of all that is in the batch: a row's last token as padding
     )
 
     @property
@@ -201,7 +201,7 @@ class _Bucket(NamedTuple):
             wide = values
         elif torch.is_grad_enabled():
             mine = values if is_alone else take(values, self.tokens)
-            wide = scatter(mine, self.indices, self.num_rows * self.width)
+            wide = mine if self.is_full else scatter(mine, self.indices, self.num_rows * self.width)
         else:
             wide = values.index_select(0, self.padded)
         return wide.reshape(self.num_rows, self.width, *values.shape[1:])

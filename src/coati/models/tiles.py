@@ -3,13 +3,14 @@
 Libraries choose kernels, and thus the rounding, by the shape of an operation. Without gradients, operations therefore
 get shapes that depend on a single row only:
 
-    matrix products    a fixed number of rows at a time, the last of them padded with zeros
+    matrix products    a fixed number of rows at a time, the last of them padded with zeros, unless a trial shows that
+                       one product of all rows has the same bits (`is_one_product_exact`)
     attention          rows padded to the same length (`padded_length`), unless a flash kernel works row by row
     activations        on a CPU, pieces that vector instructions cover without remainder and threads do not split
     norms              on a GPU, a fixed number of rows at a time
 
-Everything else already works row by row. Training does not need batch invariance. CPUs always compute this way, GPUs
-only for models marked by `set_batch_invariant`.
+Everything else already works row by row. On a CPU, `coati.rollout.native.columns` has the decode steps. Training needs no
+batch invariance. CPUs always compute this way, GPUs only for models marked by `set_batch_invariant`.
 """
 
 import contextlib
@@ -138,7 +139,9 @@ def is_one_product_exact(
     """
     if count == tile:
         return True
-    if torch.get_num_threads() > 1 or count * weight.numel() > _MOST_TRIED:  # threads may share sums in any way
+    is_plain = weight.is_contiguous() or weight.t().is_contiguous()
+    # Threads may share sums in any way, and 16 bits show too little of a sum for a trial.
+    if not is_plain or torch.get_num_threads() > 1 or weight.element_size() < 4 or count * weight.numel() > _MOST_TRIED:
         return False
     layout = weight.shape, weight.stride(), weight.data_ptr() % _ALIGNMENT // weight.element_size()
     return _try_one_product(layout, weight.dtype, bias is not None, count, tile, by_columns)
@@ -148,9 +151,9 @@ def is_one_product_exact(
 def _try_one_product(layout: Any, dtype: torch.dtype, has_bias: bool, count: int, tile: int, by_columns: bool) -> bool:
     """Try random numbers: libraries order the terms of a sum by the layout of the factors, not by their values."""
     (num_outputs, num_inputs), generator = layout[0], torch.Generator().manual_seed(0)
-    numbers = torch.randn(num_outputs * num_inputs + _ALIGNMENT, generator=generator).to(dtype)
+    numbers = torch.randn(num_outputs * num_inputs + _ALIGNMENT, generator=generator, dtype=dtype)
     weight, bias = numbers.as_strided(*layout), numbers[:num_outputs] if has_bias else None
-    rows = torch.randn(count, num_inputs, generator=generator).to(dtype)
+    rows = torch.randn(count, num_inputs, generator=generator, dtype=dtype)
     if by_columns:
         columns = rows.t().contiguous()
         return torch.equal(torch.mm(weight, columns), torch.cat(in_column_tiles(weight, columns, tile), dim=1))
@@ -160,7 +163,7 @@ def _try_one_product(layout: Any, dtype: torch.dtype, has_bias: bool, count: int
 
 def in_column_tiles(weight: Tensor, columns: Tensor, tile: int) -> list[Tensor]:
     """Return the products of `weight` with `tile` columns each."""
-    return [torch.mm(weight, part) for part in torch.split(columns, tile, dim=1)]
+    return [torch.mm(weight, part.contiguous()) for part in torch.split(columns, tile, dim=1)]
 
 
 def in_tiles(function: Callable[[Tensor], Tensor], inputs: Tensor, *, tile: int) -> Tensor:

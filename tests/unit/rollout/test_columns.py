@@ -79,6 +79,36 @@ def test_a_kept_sample_moves_with_its_cache(model):
     assert {one: first[one] + found[one].response.tolist() for one in (0, 1)} == whole
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_sample_goes_on_in_any_dtype(model, dtype):
+    model.to(dtype)
+    engine = submitted(NativeEngine(model, num_slots=4), request_of([0, 1], eos_token_id=[], limit=4, is_kept=True))
+    first = finish(engine, 2)
+    engine.extend(0, [5, 6], 4)
+    second = finish(engine, 1)[0]
+    expected = submitted(ReferenceEngine(model), request_of([0, 1], eos_token_id=[], limit=4, is_kept=True))
+    finish(expected, 2)
+    expected.extend(0, [5, 6], 4)
+    if dtype != torch.bfloat16:  # whose rounding may change a draw
+        assert texts({0: second}) == texts(finish(expected, 1))
+    assert all(response.log_probs.isfinite().all() for response in (*first.values(), second))
+
+
+def test_weights_that_moved_are_found_by_the_next_step(model):
+    """Another engine on the same model joins its weights, and moves them if they were moved since."""
+    engine = submitted(NativeEngine(model, num_slots=4), request_of([0, 1], eos_token_id=[]))
+    engine.advance()
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5
+    expected = submitted(
+        ReferenceEngine(llama(0, num_hidden_layers=2, initializer_range=0.3)), request_of([0, 1], eos_token_id=[])
+    )
+    expected.advance()
+    for parameter in expected.model.parameters():
+        parameter.data = parameter.data * 1.5
+    assert_same(finish(engine, 2), finish(expected, 2))
+
+
 def test_what_broken_weights_wrote_does_not_move_with_the_cache(model):
     ids = range(2 * SLOT_TILE)
     weight = model.model.layers[0].self_attn.v_proj.weight

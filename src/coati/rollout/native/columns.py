@@ -52,7 +52,7 @@ Attention = Callable[[Columns, Any, Floats], Columns]
 
 
 class ColumnOperations:
-    """What `TorchOperations` computes in a decode step, of columns. Weights must stay where they are.
+    """What `TorchOperations` computes in a decode step, of columns. Weights and the number of threads must stay.
 
     Each result stays valid until the same operation is called again: its memory is used again, which saves time.
     """
@@ -80,7 +80,7 @@ class ColumnOperations:
             return _Product(*matrix)
 
         def apply(columns: Columns) -> Columns:
-            rows = product(layer, columns.tensor.t().to(self._weight_dtype))
+            rows = product(layer, columns.tensor.t().to(self._weight_dtype).contiguous())
             return Columns(rows.t().to(self.dtype).contiguous())
 
         return apply

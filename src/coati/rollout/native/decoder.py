@@ -74,7 +74,7 @@ class Decoder:
     def join_weights(self) -> tuple[int, ...]:
         """Fuse weights now instead of at first use, and return the addresses of all parameters.
 
-        A captured graph stays valid as long as these addresses do not change.
+        A captured graph and the operations of columns stay valid as long as these addresses do not change.
         """
         for block in self._body.blocks:
             block.projections.join()
@@ -200,7 +200,8 @@ class Decoder:
         """Compute attention of a single text's last T tokens to the whole text, which is in the cache; [T, H·D]."""
         positions, end = batch.positions, batch.num_past + len(batch.positions)
         keys, values = (
-            cached[batch.past].transpose(0, 1).flatten(1, 2)[None, :, :end] for cached in (keys, values)
+            cached[batch.past].transpose(0, 1).flatten(1, 2)[None, :, :end].to(queries.dtype)
+            for cached in (keys, values)
         )  # [1, K, L, D]
         mixed = F.scaled_dot_product_attention(
             queries.transpose(0, 1).unsqueeze(0),

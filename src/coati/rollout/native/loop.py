@@ -4,7 +4,7 @@ The tensors of a step have fixed sizes and addresses, so a whole step can be cap
 without the host. The host learns every few tokens, and a few tokens late, which samples have ended, so the device never
 waits for it. Until then, the slot of an ended sample computes into a row that is never read. Then the slot takes the
 next prompt of any request or, if none waits, the active slots are compacted and fewer are computed. Each response has
-its own row, which does not move; neither do keys and values.
+its own row, which does not move; neither do keys and values, except on a CPU.
 
 If pages run out, the youngest sample is preempted. Once enough are free, it is prefilled again and continues where it
 was, with the same draws. On a CPU, steps run without a graph and the host checks after every token.
@@ -442,6 +442,7 @@ class NativeEngine:
 
     def _step_on_cpu(self, count: int, length: int, rules: TokenRules) -> None:
         """Do what `_step` does, with numpy."""
+        self._update_weight_addresses()
         slots, responses = self._slots.arrays, self._responses.arrays
         used, decode = slots.alive.nonzero()[0], self._decoder.decode_columns
         logits = decode(slots.tokens[:count], slots.positions[:count], used, self._cache, num_positions=length)

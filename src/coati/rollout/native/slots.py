@@ -143,8 +143,8 @@ class Responses:
             most = max(samples[number].num_drawn + samples[number].limit for number in mine)
             uniforms = keyed_uniforms(seed, [samples[number].id for number in mine], most)
             for number, row in zip(mine, uniforms, strict=True):
-                own = row[samples[number].num_drawn :][: samples[number].limit]
-                draws[number, : len(own)] = own
+                start, count = samples[number].num_drawn, samples[number].limit
+                draws[number, :count] = row[start : start + count]
         rows = on_device([one.place.row for one in samples], self.uniforms.device)
         self.uniforms[rows, : draws.shape[1]] = on_device(draws, self.uniforms.device)
 
