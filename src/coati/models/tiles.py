@@ -9,8 +9,8 @@ get shapes that depend on a single row only:
     activations        on a CPU, pieces that vector instructions cover without remainder and threads do not split
     norms              on a GPU, a fixed number of rows at a time
 
-Everything else already works row by row. On a CPU, `coati.rollout.native.columns` has the decode steps. Training needs no
-batch invariance. CPUs always compute this way, GPUs only for models marked by `set_batch_invariant`.
+Everything else already works row by row. On a CPU, `coati.rollout.native.columns` has the decode steps. Training does
+not need batch invariance. CPUs always compute this way, GPUs only for models marked by `set_batch_invariant`.
 """
 
 import contextlib
