@@ -16,6 +16,7 @@ def as_on_a_gpu(monkeypatch, *, page_size=4, most_pages=512):
         return SimpleNamespace(replay=step)
 
     monkeypatch.setattr(StepGraphs, "capture", capture)
+    monkeypatch.setattr("coati.rollout.native.columns.MAX_WEIGHTS", 0)
     monkeypatch.setattr(NativeEngine, "_reset", lambda self: (reset(self), setattr(self, "_is_captured", True)))
     monkeypatch.setattr(
         PagedCache,

@@ -96,10 +96,10 @@ ARCHITECTURES = {
 
 
 def decoder(name, seed=0, **changes):
-    """One of `ARCHITECTURES`, with norms and biases that have something to say."""
+    """One of `ARCHITECTURES`, or of another `model_type`, with norms and biases that have something to say."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, settings = ARCHITECTURES[name]
+    kind, settings = ARCHITECTURES.get(name, (name, {}))
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **{**SIZES, **PLACES, **settings, **changes})
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -161,7 +161,7 @@ def _by_length(
     parts = []
     for bucket in buckets:
         query, key, value = (
-            bucket.pad(part, is_alone=len(buckets) == 1).transpose(1, 2) for part in heads
+            bucket.pad(part if len(buckets) == 1 else take(part, bucket.tokens)).transpose(1, 2) for part in heads
         )  # [n, H or K, width, D]
         mask = _window_mask(bucket.width, window, device)
         mixed = F.scaled_dot_product_attention(
@@ -187,23 +187,14 @@ class _Bucket(NamedTuple):
     width: int
     tokens: Tensor  # [t] indices of their tokens in the sequence
     indices: Tensor  # [t] indices of these tokens in the flattened batch, [num_rows · width]
-    padded: (
-        Tensor  # [num_rows · width] indices in the sequence of all that is in the batch: a row's last token as padding
-    )
 
     @property
     def is_full(self) -> bool:
         return len(self.indices) == self.num_rows * self.width
 
-    def pad(self, values: Tensor, *, is_alone: bool) -> Tensor:
-        """Return the rows of a sequence [T, H, D] as [num_rows, width, H, D]; `is_alone` if it has no others."""
-        if is_alone and self.is_full:
-            wide = values
-        elif torch.is_grad_enabled():
-            mine = values if is_alone else take(values, self.tokens)
-            wide = mine if self.is_full else scatter(mine, self.indices, self.num_rows * self.width)
-        else:
-            wide = values.index_select(0, self.padded)
+    def pad(self, values: Tensor) -> Tensor:
+        """Pad [t, H, D] to [num_rows, width, H, D]."""
+        wide = values if self.is_full else scatter(values, self.indices, self.num_rows * self.width)
         return wide.reshape(self.num_rows, self.width, *values.shape[1:])
 
     def unpad(self, values: Tensor) -> Tensor:
@@ -229,12 +220,11 @@ def _buckets(
     buckets = []
     for key, rows in members.items():
         width = key if is_tiled else max(lengths[row] for row in rows)
-        columns, last = torch.arange(width), torch.tensor([lengths[row] - 1 for row in rows]).unsqueeze(1)
-        padded = torch.tensor([starts[row] for row in rows]).unsqueeze(1) + torch.minimum(columns, last)  # [n, width]
-        is_real = columns <= last
+        columns = torch.arange(width)
+        is_real = columns < torch.tensor([lengths[row] for row in rows]).unsqueeze(1)  # [n, width]
+        tokens = (torch.tensor([starts[row] for row in rows]).unsqueeze(1) + columns)[is_real]
         indices = is_real.flatten().nonzero().squeeze(1)
-        parts = padded[is_real], indices, padded.flatten()
-        buckets.append(_Bucket(len(rows), width, *(part.to(device) for part in parts)))
+        buckets.append(_Bucket(len(rows), width, tokens.to(device), indices.to(device)))
     return buckets
 
 

@@ -124,15 +124,13 @@ def tiled_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
     rows = inputs.reshape(-1, inputs.shape[-1])
     missing = -len(rows) % tile
     count = len(rows) + missing
-    if inputs.device.type != "cpu" or not is_one_product_exact(weight, count, tile=tile, bias=bias):
+    if inputs.device.type != "cpu" or bias is not None or not is_one_product_exact(weight, count, tile=tile):
         return in_tiles(lambda part: F.linear(part, weight, bias), inputs, tile=tile)
-    joined = F.linear(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight, bias)
+    joined = F.linear(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight)
     return joined[: len(rows)].view(*inputs.shape[:-1], -1)
 
 
-def is_one_product_exact(
-    weight: Tensor, count: int, *, tile: int, bias: Tensor | None = None, by_columns: bool = False
-) -> bool:
+def is_one_product_exact(weight: Tensor, count: int, *, tile: int, by_columns: bool = False) -> bool:
     """Return whether, on a CPU, one product with `count` rows has the same bits as products with `tile` rows each.
 
     The rows are inputs of `F.linear` or, with `by_columns`, columns that `weight` is multiplied with.
@@ -144,21 +142,21 @@ def is_one_product_exact(
     if not is_plain or torch.get_num_threads() > 1 or weight.element_size() < 4 or count * weight.numel() > _MOST_TRIED:
         return False
     layout = weight.shape, weight.stride(), weight.data_ptr() % _ALIGNMENT // weight.element_size()
-    return _try_one_product(layout, weight.dtype, bias is not None, count, tile, by_columns)
+    return _try_one_product(layout, weight.dtype, count, tile, by_columns)
 
 
 @functools.lru_cache(maxsize=4096)
-def _try_one_product(layout: Any, dtype: torch.dtype, has_bias: bool, count: int, tile: int, by_columns: bool) -> bool:
+def _try_one_product(layout: Any, dtype: torch.dtype, count: int, tile: int, by_columns: bool) -> bool:
     """Try random numbers: libraries order the terms of a sum by the layout of the factors, not by their values."""
     (num_outputs, num_inputs), generator = layout[0], torch.Generator().manual_seed(0)
     numbers = torch.randn(num_outputs * num_inputs + _ALIGNMENT, generator=generator, dtype=dtype)
-    weight, bias = numbers.as_strided(*layout), numbers[:num_outputs] if has_bias else None
+    weight = numbers.as_strided(*layout)
     rows = torch.randn(count, num_inputs, generator=generator, dtype=dtype)
     if by_columns:
         columns = rows.t().contiguous()
         return torch.equal(torch.mm(weight, columns), torch.cat(in_column_tiles(weight, columns, tile), dim=1))
-    parts = [F.linear(part, weight, bias) for part in torch.split(rows, tile)]
-    return torch.equal(F.linear(rows, weight, bias), torch.cat(parts))
+    parts = [F.linear(part, weight) for part in torch.split(rows, tile)]
+    return torch.equal(F.linear(rows, weight), torch.cat(parts))
 
 
 def in_column_tiles(weight: Tensor, columns: Tensor, tile: int) -> list[Tensor]:

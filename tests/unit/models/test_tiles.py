@@ -22,6 +22,7 @@ from coati.models.tiles import (
     tiled_linear,
 )
 from coati.rollout import GenerateOptions, generate, make_engine
+from coati.rollout.native.columns import MAX_CONTEXT
 
 # Odd sizes, so that vector instructions leave a remainder.
 SIZES = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "initializer_range": 0.5}
@@ -34,6 +35,7 @@ companies = st.lists(prompt, max_size=20)
 def models():
     return {
         "llama": tiny.llama(1, max_position_embeddings=128, **SIZES),
+        "llama by rows": tiny.llama(1, max_position_embeddings=2 * MAX_CONTEXT, **SIZES),
         "gpt2": tiny.gpt2(1, n_positions=128, **GPT2),
         "adapters": Actor(tiny.llama(1, max_position_embeddings=128, **SIZES), lora=lora()),
         "gpt2-adapters": Actor(tiny.gpt2(1, n_positions=128, **GPT2), lora=lora()),
@@ -103,6 +105,7 @@ def written(engine, rows, ids, *, more=0, limit=LIMIT):
     ("engine", "model"),
     [
         ("native", "llama"),
+        ("native", "llama by rows"),
         ("native", "adapters"),
         ("native", "gpt2-adapters"),
         ("native", "gemma3"),

@@ -9,7 +9,14 @@ from tiny import decoder, llama
 from coati.models.tiles import set_batch_invariant
 from coati.rollout import NativeEngine, ReferenceEngine
 
-ENGINES = ["reference", "native", "native as on a GPU, batch-invariant", "native as on a GPU", "native with few pages"]
+ENGINES = [
+    "reference",
+    "native",
+    "native by rows",
+    "native as on a GPU, batch-invariant",
+    "native as on a GPU",
+    "native with few pages",
+]
 DECODERS = ["gpt2", "opt", "gemma3", "phi"]
 
 
@@ -31,7 +38,9 @@ def make_engine(kind, monkeypatch):
     engine, _ = kind
     if engine == "reference":
         return ReferenceEngine
-    if engine != "native":
+    if "by rows" in engine:
+        monkeypatch.setattr("coati.rollout.native.columns.MAX_WEIGHTS", 0)
+    elif engine != "native":
         as_on_a_gpu(monkeypatch, most_pages=12 if engine.endswith("few pages") else 64)
         monkeypatch.setattr("coati.rollout.native.loop.STEPS_PER_SNAPSHOT", 2)
 

@@ -107,6 +107,13 @@ class Block(NamedTuple):
     down: Any
     down_norm: Any | None
 
+    @property
+    def is_like_llama(self) -> bool:
+        """Whether it has RMS norms before attention and a gated MLP with SiLU, and nothing besides."""
+        others = self.head_norms, self.window, self.output_norm, self.down_norm
+        norms = all(hasattr(norm, "variance_epsilon") for norm in (self.norm, self.mlp_norm))
+        return norms and others == (None,) * 4 and self.is_gated and is_silu(self.activation)
+
     @classmethod
     def of(cls, layer: Any, config: Any, *, rotation: str) -> "Block":
         """Read a layer of a model."""
@@ -160,6 +167,11 @@ class Body(NamedTuple):
             norm=_any(body, "norm", "final_layernorm", "ln_f", "final_layer_norm"),
             attention=_any(layers[0], "self_attn", "attn"),
         )
+
+
+def is_silu(activation: nn.Module) -> bool:
+    """Return whether this is SiLU, torch's or that of transformers."""
+    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
 
 
 def _any(module: Any, *names: str) -> Any:

@@ -5,7 +5,7 @@ prompt fills completely; each sample has its own pages from the one in which the
 sample: slots without a sample write to it.
 
 On a GPU pages are short, and the cache grows with the number of tokens. On a CPU a page is as long as the longest text,
-and the pages are columns; see `columns`.
+so that attention reads the keys of a slot without copying them; for small models pages are columns (see `columns`).
 """
 
 import heapq
@@ -34,13 +34,14 @@ def enlarged(tensor: Tensor, *shape: int) -> Tensor:
 class PagedCache:
     """Keys and values of every layer, [P, K, S, D] each (P pages of S positions), and the users of each page."""
 
-    def __init__(self, num_layers: int, num_heads: int, head_dim: int, like: Tensor) -> None:
-        self._are_columns = like.device.type == "cpu"
-        dtype = torch.promote_types(like.dtype, torch.float32) if self._are_columns else like.dtype
-        empty = like.new_zeros(0, num_heads, 0, head_dim, dtype=dtype)
+    def __init__(
+        self, num_layers: int, num_heads: int, head_dim: int, like: Tensor, *, are_columns: bool = False
+    ) -> None:
+        self._are_columns = are_columns
+        empty = like.new_zeros(0, num_heads, 0, head_dim)
         self.keys, self.values = [empty] * num_layers, [empty] * num_layers
         self.columns: list[NDArray[Any]] = [np.empty(0)] * num_layers
-        """On a CPU, keys and values of each layer in one array, [S, 2K, D, P]."""
+        """Keys and values of each layer in one array, [S, 2K, D, P], if they are columns."""
         self.num_pages = self.page_size = 0
         self._free: list[int] = []  # a heap, so that the first slots get the first pages
         self._num_users: Counter[int] = Counter()

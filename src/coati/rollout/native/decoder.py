@@ -18,9 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coati.errors import ConfigError, GenerateOptionError
 from coati.models.actor import unwrap
+from coati.models.calls import context_length_of
 from coati.models.packed_attention import attend_rows, drop_flash_on_old_gpus
 from coati.models.packing import base_of
 from coati.models.tiles import is_batch_invariant
+from coati.rollout.native import columns
 from coati.rollout.native.blocks import Block, Body, product
 from coati.rollout.native.cache import PagedCache
 from coati.rollout.native.columns import ColumnOperations, Columns, Floats, Integers
@@ -37,6 +39,7 @@ class Decoder:
     def __init__(self, model: nn.Module) -> None:
         base: Any = base_of(unwrap(model))
         config = base.config
+        self._context = context_length_of(base)
         self.is_invariant = is_batch_invariant(model)
         self._embedding: Any = base.get_input_embeddings()
         self._embedding_scale: float | None = None
@@ -58,8 +61,18 @@ class Decoder:
         self.operations = operations_for(self.weight, self._geometry)
         self._columns: ColumnOperations  # see `join_weights`
         self._addresses: tuple[int, ...] = ()
-        self._angle_columns: dict[str, Floats] = {}  # the same on a CPU, as columns
         self._angles: Angles = {}  # see `_rotation`; with the device and dtype of the weights at `new_cache`
+        self._angle_columns: dict[str, Floats] = {}  # the same as columns
+
+    @property
+    def uses_columns(self) -> bool:
+        """Whether decode steps are those of `columns`."""
+        dtypes = {(parameter.dtype, parameter.device.type) for parameter in self._parameters}
+        is_plain = dtypes in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")})
+        is_short = self._context is not None and self._context <= columns.MAX_CONTEXT
+        is_small = sum(map(torch.numel, self._parameters)) <= columns.MAX_WEIGHTS
+        is_rotated = self._geometry.rotary_dim == self._geometry.head_dim
+        return is_plain and is_short and is_small and is_rotated and all(one.is_like_llama for one in self._body.blocks)
 
     def check_length(self, num_tokens: int) -> None:
         """Raise GenerateOptionError for texts longer than the learned positions; a GPU would fail beyond them."""
@@ -82,7 +95,8 @@ class Decoder:
         addresses = tuple(parameter.data_ptr() for parameter in self._parameters)
         if addresses != self._addresses:
             self._addresses = addresses
-            self._columns = ColumnOperations(self._geometry, self.weight.dtype)
+            if self.uses_columns:
+                self._columns = ColumnOperations(self._geometry, self.weight.dtype)
         return addresses
 
     def new_cache(self) -> PagedCache:
@@ -100,7 +114,8 @@ class Decoder:
                 "rollout.batch_invariant needs the Triton kernels, which cannot run this model on this GPU (a warning "
                 "above says why). Set rollout.batch_invariant = false."
             )
-        return PagedCache(len(self._body.blocks), self._geometry.num_kv_heads, self._geometry.head_dim, self.weight)
+        shape = len(self._body.blocks), self._geometry.num_kv_heads, self._geometry.head_dim
+        return PagedCache(*shape, self.weight, are_columns=self.uses_columns)
 
     @sdpa_kernel(_PREFILL_KERNELS)
     def prefill(self, batch: PrefillBatch, cache: PagedCache, *, num_positions: int) -> Tensor:
@@ -127,17 +142,17 @@ class Decoder:
     def decode_columns(
         self, tokens: Integers, positions: Integers, used: Integers, cache: PagedCache, num_positions: int
     ) -> Tensor:
-        """Do the same on a CPU for whole tiles of slots, with the text of slot i in page i + 1.
+        """Do the same for whole tiles of slots if `uses_columns`, with the text of slot i in page i + 1.
 
         Only the slots `used` write to the cache. `num_positions` is one past their largest position.
         """
         run = self._columns
         self._rotation(cache.page_size)
         rows = self._embedded(*map(torch.from_numpy, (tokens, positions)))
-        columns = Columns(rows.t().to(run.dtype).contiguous())
+        embedded = Columns(rows.t().contiguous())
         with np.errstate(all="ignore"):  # weights may be NaN, which the learner reports
             attend = run.attention(positions, used, num_positions, self._angle_columns)
-            hidden, delta = self._run(run, columns, attend, ((cached,) for cached in cache.columns))
+            hidden, delta = self._run(run, embedded, attend, ((cached,) for cached in cache.columns))
             logits = run.product(self._head, run.add_norm(hidden, delta, self._body.norm)[1])
         return self._capped(logits.tensor.t())
 
@@ -160,7 +175,7 @@ class Decoder:
             if block.down_norm is not None:
                 delta = run.add_norm(delta, None, block.down_norm)[1]
             if block.mlp_norm is None:
-                delta = run.add(mixed, delta)
+                delta = mixed + delta
         return hidden, delta
 
     def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -185,8 +200,8 @@ class Decoder:
 
         def attend(projected: Tensor, block: Block, keys: Tensor, values: Tensor) -> Tensor:
             queries, new_keys, new_values = split(projected, block)
-            keys[batch.pages, :, batch.offsets] = new_keys[batch.sources].to(keys.dtype)
-            values[batch.pages, :, batch.offsets] = new_values[batch.sources].to(values.dtype)
+            keys[batch.pages, :, batch.offsets] = new_keys[batch.sources]
+            values[batch.pages, :, batch.offsets] = new_values[batch.sources]
             if batch.num_past:
                 return self._attend_with_past(queries, keys, values, batch, block.window)
             options: dict[str, Any] = {"scale": geometry.scale, "window": block.window}
@@ -200,8 +215,7 @@ class Decoder:
         """Compute attention of a single text's last T tokens to the whole text, which is in the cache; [T, H·D]."""
         positions, end = batch.positions, batch.num_past + len(batch.positions)
         keys, values = (
-            cached[batch.past].transpose(0, 1).flatten(1, 2)[None, :, :end].to(queries.dtype)
-            for cached in (keys, values)
+            cached[batch.past].transpose(0, 1).flatten(1, 2)[None, :, :end] for cached in (keys, values)
         )  # [1, K, L, D]
         mixed = F.scaled_dot_product_attention(
             queries.transpose(0, 1).unsqueeze(0),
@@ -223,8 +237,8 @@ class Decoder:
                 half, rest = sin.shape[-1] // 2, self._geometry.head_dim - sin.shape[-1]
                 signed = torch.cat([-sin[:, :half], sin[:, half:]], dim=-1)
                 self._angles[kind] = both = F.pad(cos, (0, rest), value=1.0), F.pad(signed, (0, rest))
-                if not cos.is_cuda:
-                    self._angle_columns[kind] = torch.cat(both, dim=1).t().to(self._columns.dtype).contiguous().numpy()
+                if self.uses_columns:
+                    self._angle_columns[kind] = torch.cat(both, dim=1).t().contiguous().numpy()
         return self._angles
 
     def _cos_sin(self, num_positions: int, kind: str) -> tuple[Tensor, Tensor]:

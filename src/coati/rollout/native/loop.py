@@ -4,7 +4,7 @@ The tensors of a step have fixed sizes and addresses, so a whole step can be cap
 without the host. The host learns every few tokens, and a few tokens late, which samples have ended, so the device never
 waits for it. Until then, the slot of an ended sample computes into a row that is never read. Then the slot takes the
 next prompt of any request or, if none waits, the active slots are compacted and fewer are computed. Each response has
-its own row, which does not move; neither do keys and values, except on a CPU.
+its own row, which does not move; neither do keys and values, except in columns.
 
 If pages run out, the youngest sample is preempted. Once enough are free, it is prefilled again and continues where it
 was, with the same draws. On a CPU, steps run without a graph and the host checks after every token.
@@ -28,7 +28,7 @@ from coati.rollout.native.blocks import tiled
 from coati.rollout.native.cache import enlarged
 from coati.rollout.native.decoder import Decoder, config_of
 from coati.rollout.native.graphs import StepGraphs, graph_size
-from coati.rollout.native.operations import TritonOperations
+from coati.rollout.native.operations import TritonOperations, slot_length
 from coati.rollout.native.prefill import prefill_batch_of, prefill_passes
 from coati.rollout.native.slots import Ended, Place, Responses, Slots, Snapshot, TokenRules, on_device
 
@@ -68,6 +68,7 @@ class NativeEngine:
         self._device = self._decoder.weight.device
         self._made_for = self._device, self._decoder.weight.dtype
         self._is_captured = self._device.type == "cuda"
+        self._by_columns = self._decoder.uses_columns
         self._version = torch.full((), self._last_version, device=self._device)
         self._cache = self._decoder.new_cache()
         num_slots = tiled(self._max_slots)
@@ -139,7 +140,8 @@ class NativeEngine:
             self._extend_pages(num_steps)
             if self._alive:
                 self._run(num_steps, self._compact())
-        if self._samples and (self._is_captured or self._has_ended_samples()):
+        alive = self._slots.alive.tolist() if self._by_columns else ()
+        if self._samples and not (alive and all(alive[sample.place.slot] for sample in self._alive)):
             self._take_snapshot()
         max_snapshots = MAX_SNAPSHOTS if self._is_captured else 1
         while self._snapshots and (len(self._snapshots) >= max_snapshots or self._steps_left <= 0):
@@ -190,7 +192,7 @@ class NativeEngine:
             longest, longest_response = (1 << (one - 1).bit_length() for one in sizes)
             self._cache.enlarge(0, PAGE_SIZE)
         else:
-            self._cache.enlarge(tiled(min(self._max_slots, self._num_samples)) + 1, tiled(longest))
+            self._cache.enlarge(tiled(min(self._max_slots, self._num_samples)) + 1, slot_length(longest))
         num_slots, num_pages = self._slots.pages.shape
         if longest_response >= self._responses.tokens.shape[1]:  # a finished slot stays one past the last token
             self._responses = self._responses.enlarged(num_slots + 1, longest_response + 1)
@@ -220,7 +222,7 @@ class NativeEngine:
 
     def _extend_pages(self, num_steps: int) -> None:
         """Allocate pages for `num_steps` more tokens per sample; if too few are free, preempt the youngest samples."""
-        for sample in self._alive if self._is_captured else ():
+        for sample in () if self._by_columns else self._alive:
             place, end = sample.place, len(sample.tokens) + sample.limit - 1
             missing = self._cache.covering(min(end, end - place.left + num_steps)) - len(place.pages)
             while missing > 0 and _is_alive(sample) and not self._cache.has_free(missing):
@@ -269,7 +271,7 @@ class NativeEngine:
                 tensor[freed] = 0
         place.pages, place.num_cached, place.num_shared, place.is_finite = [], 0, 0, True
         self._page_table_is_stale = True
-        if not self._is_captured:
+        if self._by_columns:
             self._slots.alive[place.slot] = False
 
     # Admission and completion
@@ -289,7 +291,7 @@ class NativeEngine:
             place, self._rules = sample.place, sample.place.rules
             if place.slot < 0:
                 place.slot, place.row, place.born = free.popleft(), self._free_rows.pop(), next(self._births)
-                assert self._is_captured or place.pages == [place.slot + 1], place  # what columns rely on
+                assert not self._by_columns or place.pages == [place.slot + 1], place  # what columns rely on
                 self._samples += [None] * (place.slot + 1 - len(self._samples))
             self._samples[place.slot], self._page_table_is_stale = sample, True
             place.left = sample.limit - 1 - len(place.written)
@@ -335,10 +337,6 @@ class NativeEngine:
         mine.stop_states[slots], mine.limits[slots] = states, limits
         mine.alive[slots] = ~is_end & (steps + 1 < limits)
 
-    def _has_ended_samples(self) -> bool:
-        is_alive = self._slots.alive.tolist()
-        return not all(is_alive[sample.place.slot] for sample in self._alive)
-
     def _take_snapshot(self) -> None:
         state = self._responses.state(self._slots, len(self._samples))
         self._snapshots.append(Snapshot(state, [one if one and one.place.pages else None for one in self._samples]))
@@ -379,9 +377,8 @@ class NativeEngine:
         if self._is_invariant:
             return len(self._slots.alive)
         last = max(sample.place.slot for sample in alive)
-        if self._is_captured:
-            size = min(graph_size(len(alive)), len(self._slots.alive))
-        elif 2 * (size := tiled(len(alive))) > tiled(last + 1):  # not worth moving the cache
+        size = min(graph_size(len(alive)), len(self._slots.alive)) if self._is_captured else tiled(len(alive))
+        if self._by_columns and 2 * size > tiled(last + 1):  # not worth moving the cache
             return tiled(last + 1)
         if size <= last:
             held = [*alive, *(sample for sample in self._held if not _is_alive(sample))]
@@ -390,7 +387,7 @@ class NativeEngine:
                 tensor[: len(held)] = tensor[order]
             for slot, sample in enumerate(held):
                 sample.place.slot = slot
-            if not self._is_captured:  # the page of a slot moves with it
+            if self._by_columns:  # the page of a slot moves with it
                 self._slots.alive[len(held) :] = False
                 self._cache.compact([page for sample in held for page in sample.place.pages])
                 for sample in held:
@@ -400,7 +397,7 @@ class NativeEngine:
 
     def _run(self, num_steps: int, count: int) -> None:
         """Run `num_steps` steps with the first `count` slots."""
-        if self._page_table_is_stale and self._is_captured:
+        if self._page_table_is_stale and not self._by_columns:
             self._slots.place([one.place.pages if one else [] for one in self._samples])
             self._page_table_is_stale = False
         rules, alive, most = self._rules, self._alive, self._slots.pages.shape[1] * self._cache.page_size
@@ -410,7 +407,10 @@ class NativeEngine:
         for sample in alive:
             sample.place.left -= num_steps
         if not self._is_captured:
-            self._step_on_cpu(count, longest, rules)
+            if self._by_columns:
+                self._step_columns(count, longest, rules)
+            else:
+                self._step(count, min(longest, most), rules)
             return
         length = min(1 << (max(longest, SHORT_TEXT) - 1).bit_length(), most)
         if isinstance(self._decoder.operations, TritonOperations) and length > SHORT_TEXT:
@@ -440,7 +440,7 @@ class NativeEngine:
         alive.logical_and_(~is_end).logical_and_(steps < limits)
         positions.add_(alive)  # a finished slot stays at a valid position
 
-    def _step_on_cpu(self, count: int, length: int, rules: TokenRules) -> None:
+    def _step_columns(self, count: int, length: int, rules: TokenRules) -> None:
         """Do what `_step` does, with numpy."""
         self._update_weight_addresses()
         slots, responses = self._slots.arrays, self._responses.arrays

@@ -1,7 +1,7 @@
 """The operations between the matrix products of a decode step, in torch or, on a GPU, as Triton kernels.
 
-Both give the same results up to rounding; the torch version is the reference. Prefill uses some of them too, also on a
-CPU, where `columns` has the operations of decode steps.
+Both give the same results up to rounding. The torch version is the reference. CPUs run it too, except in decode steps
+of small models (`columns`).
 """
 
 import dataclasses
@@ -9,15 +9,15 @@ import functools
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coati.config.generate import GenerateOptions
-from coati.models.tiles import tiled_activation
-from coati.rollout.native.blocks import product
+from coati.models.tiles import padded_length, tiled_activation
+from coati.rollout.native.blocks import is_silu, product
 from coati.rollout.sampling import Sampler
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,6 @@ class TorchOperations:
         self._geometry = geometry
 
     product = staticmethod(product)
-    add = staticmethod(torch.add)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
         """Return `hidden + delta` and its norm, [n, d] each."""
@@ -98,32 +97,84 @@ class TorchOperations:
         split = self.head_split(positions, angles)
         new_pages = pages.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1)
         offsets = positions % page_size
-        read = pages[:, : -(-num_positions // page_size)]
-        num_positions = min(num_positions, read.shape[1] * page_size)
+        calls = _attention_calls(positions, num_positions, pages, page_size)
+        longest = max(call.length for call in calls)
 
         @functools.cache
-        def mask(window: int | None) -> Tensor:
-            return visible(positions, num_positions, window)[:, None, None]  # [n, 1, 1, L]
-
-        def positions_of(cached: Tensor) -> Tensor:
-            return cached[read].transpose(1, 2).flatten(2, 3)[:, :, :num_positions]  # [n, K, L, D]
+        def masks(window: int | None) -> list[Tensor]:
+            """Return the mask of each call in layers with this sliding window."""
+            is_visible = visible(positions, longest, window)  # [n, L]
+            return [call.in_order(is_visible)[:, None, None, : call.length] for call in calls]
 
         def attend(projected: Tensor, block: Any, keys: Tensor, values: Tensor) -> Tensor:
             queries, new_keys, new_values = split(projected, block)
             keys[new_pages, :, offsets] = new_keys
             values[new_pages, :, offsets] = new_values
-            mixed = F.scaled_dot_product_attention(
-                # The G queries of a group take the place of tokens of one head, so keys are read once, and not copied
-                # for each query head.
-                queries.reshape(count, geometry.num_kv_heads, geometry.group, geometry.head_dim),
-                positions_of(keys),
-                positions_of(values),
-                attn_mask=mask(block.window),
-                scale=geometry.scale,
-            )
-            return mixed.flatten(1)
+            # The G queries of a group take the place of tokens of one head, so keys are read once, and not copied
+            # for each query head.
+            queries = queries.reshape(count, geometry.num_kv_heads, geometry.group, geometry.head_dim)
+            parts = []
+            for call, mask in zip(calls, masks(block.window), strict=True):
+                mixed = F.scaled_dot_product_attention(
+                    call.in_order(queries),
+                    call.positions_of(keys),
+                    call.positions_of(values),
+                    attn_mask=mask,
+                    scale=geometry.scale,
+                )
+                parts.append(call.of_slots(mixed.flatten(1)))  # [n, H·D] together
+            if len(parts) == 1:
+                return parts[0]
+            return torch.cat(parts)[torch.cat([call.slots for call in calls]).argsort()]
 
         return attend
+
+
+class _AttentionCall(NamedTuple):
+    """Slots that attend in one call, and the part of the cache that it reads."""
+
+    slots: Any  # [m] indices, or a slice with all of them
+    pages: Tensor  # page tables of these slots, [m, pages of a text]
+    length: int  # positions read of each text
+    span: int  # if above 0, pages below this one are read where they are, in their order
+
+    def in_order(self, of_slots: Tensor) -> Tensor:
+        """Return rows of slots in the order in which texts are read. Those of pages without a slot are never used."""
+        rows = of_slots[self.slots]
+        if not self.span:
+            return rows
+        return rows.new_zeros(self.span, *rows.shape[1:]).index_copy_(0, self.pages[:, 0], rows)
+
+    def of_slots(self, ordered: Tensor) -> Tensor:
+        """Return rows in the order of slots, given those in the order of texts."""
+        return ordered.index_select(0, self.pages[:, 0]) if self.span else ordered
+
+    def positions_of(self, cached: Tensor) -> Tensor:
+        """Return the positions of these texts that are read, [texts, K, length, D]."""
+        if self.span:
+            return cached[: self.span, :, : self.length]
+        return cached[self.pages].transpose(1, 2).flatten(2, 3)[:, :, : self.length]
+
+
+def _attention_calls(positions: Tensor, num_positions: int, pages: Tensor, page_size: int) -> list[_AttentionCall]:
+    """Return the calls of a step. On a CPU, how many positions are read for a slot depends on this slot alone."""
+    if positions.device.type != "cpu":
+        return [_AttentionCall(slice(None), pages[:, : -(-num_positions // page_size)], num_positions, 0)]
+    lengths = [min(slot_length(position + 1), pages.shape[1] * page_size) for position in positions.tolist()]
+    different, of_slots = sorted({*lengths}), torch.tensor(lengths)
+    calls = []
+    for length in different:
+        slots = slice(None) if len(different) == 1 else (of_slots == length).nonzero().squeeze(1)
+        mine = pages[slots, : -(-length // page_size)]
+        # Moving queries is cheaper than moving keys and values, unless most pages in between belong to other calls.
+        span = int(mine.max()) + 1 if mine.shape[1] == 1 else 0
+        calls.append(_AttentionCall(slots, mine, length, span if span <= 2 * len(mine) else 0))
+    return calls
+
+
+def slot_length(num_positions: int) -> int:
+    """Return how many positions of a slot's cache a CPU reads: few different lengths, because each is a call."""
+    return padded_length(num_positions, 32)
 
 
 class TritonOperations(TorchOperations):
@@ -139,7 +190,7 @@ class TritonOperations(TorchOperations):
         """Return `hidden + delta` and its norm, [n, d] each; torch computes LayerNorm."""
         if hasattr(norm, "bias"):  # a LayerNorm, or adapters around one
             return super().add_norm(hidden, delta, norm)
-        return self._kernels.add_norm(hidden, delta, norm.weight, *rms_of(norm))
+        return self._kernels.add_norm(hidden, delta, norm.weight, *_rms(norm))
 
     def gated(self, both: Tensor, activation: nn.Module) -> Tensor:
         """Return `activation(gate) * up` of [..., gate and up]; torch computes activations other than SiLU."""
@@ -185,7 +236,7 @@ def _head_norms(block: Any) -> tuple[Tensor, Tensor, float, bool] | None:
     if block.head_norms is None:
         return None
     of_queries, of_keys = block.head_norms
-    return of_queries.weight, of_keys.weight, *rms_of(of_queries)
+    return of_queries.weight, of_keys.weight, *_rms(of_queries)
 
 
 def operations_for(like: Tensor, geometry: Geometry) -> TorchOperations:
@@ -271,11 +322,6 @@ def visible(positions: Tensor, num_positions: int, window: int | None) -> Tensor
     return columns <= own if window is None else (columns <= own) & (columns > own - window)
 
 
-def is_silu(activation: nn.Module) -> bool:
-    """Return whether this is SiLU, torch's or that of transformers."""
-    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
-
-
 def normed(norm: Any, hidden: Tensor) -> Tensor:
     """Apply a norm of the model with one fused torch operation instead of its module."""
     shape = hidden.shape[-1:]
@@ -286,7 +332,7 @@ def normed(norm: Any, hidden: Tensor) -> Tensor:
     return F.rms_norm(hidden.float(), shape, 1.0 + norm.weight.float(), norm.eps).type_as(hidden)
 
 
-def rms_of(norm: Any) -> tuple[float, bool]:
+def _rms(norm: Any) -> tuple[float, bool]:
     """Return the eps of an RMS norm, and whether its weights are offsets from 1, like Gemma's."""
     return (norm.variance_epsilon, False) if hasattr(norm, "variance_epsilon") else (norm.eps, True)
 
