@@ -77,7 +77,7 @@ class Reward:
 
     name: str  # in metrics and errors
     is_host_work = False  # True if it uses no model, so that it can run on a thread while models score
-    timeout_seconds = 1800.0  # deadline for one batch
+    timeout_seconds = 1800.0  # deadline for one call, if `is_host_work`
     start_seconds = 0.0  # time that it may take to start before a call, in addition to `timeout_seconds`
 
     def score(self, request: RewardRequest) -> Tensor | Sequence[Verdict]:
@@ -126,8 +126,6 @@ class WeightedSum(Reward):
         self.name = name
         self.terms = tuple(terms)
         self.is_host_work = all(reward.is_host_work for reward, _ in terms)
-        self.timeout_seconds = sum(reward.timeout_seconds for reward, _ in terms)
-        self.start_seconds = sum(reward.start_seconds for reward, _ in terms)
 
     def total(self, scores: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted sum, [B], of the scores of the terms, [B] each, by name."""

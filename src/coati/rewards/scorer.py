@@ -6,6 +6,7 @@ alone. If it fails on all samples and has never scored any, the reward itself is
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coati.background import BackgroundThread
+from coati.background import BackgroundThread, run_in_background
 from coati.counting import counted
 from coati.errors import ConfigError, RewardError, RewardFailed
 from coati.rewards.base import Reward, RewardRequest, WeightedSum, decode_completions, decode_prompts
@@ -36,17 +37,7 @@ class PendingScores:
         self.num_retries = 0
         self.request = request
         self._scorer, self._device = scorer, device
-        self._may_fail = scorer.max_quarantined > 0
-        # The reward's own deadline passes before this one, and its error is more specific.
-        num_calls = 1 + scorer.retries + self._may_fail
-        self._seconds = num_calls * _call_seconds(scorer.reward) + _GRACE_SECONDS
-        # Allow for the batches that are queued before this one. `_score_in_turn` sets the deadline again.
-        scorer.queue = [future for future in scorer.queue if not future.done()]
-        self._deadline = time.monotonic() + (len(scorer.queue) + 1) * self._seconds
-        self._future: Future[Tensor] | None = None
-        if scorer.reward.is_host_work:
-            self._future = scorer.thread.run(self._score_in_turn)
-            scorer.queue.append(self._future)
+        self._future: Future[Tensor] | None = scorer.thread.run(self._score) if scorer.reward.is_host_work else None
 
     @property
     def is_in_background(self) -> bool:
@@ -55,28 +46,17 @@ class PendingScores:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a call would not wait: the scores are ready, overdue, or not computed on a thread."""
-        return self._future is None or self._future.done() or self._seconds_left() == 0
+        """Whether a call would not wait: the scores are ready, or not computed on a thread."""
+        return self._future is None or self._future.done()
 
     def wait(self, seconds: float) -> None:
         """Wait until the scores are ready, at most `seconds`."""
-        until = time.monotonic() + seconds
-        while not self.is_ready and (left := until - time.monotonic()) > 0:
-            assert self._future is not None
-            wait([self._future], timeout=min(left, self._seconds_left()))
+        if self._future is not None:
+            wait([self._future], timeout=min(seconds, threading.TIMEOUT_MAX))
 
     def __call__(self) -> Tensor:
         """Return the scores, [B], or raise what the reward raised."""
-        if self._future is None:
-            return self._score().to(self._device)
-        self.wait(math.inf)
-        if not self._future.done():
-            self._scorer.thread.close()  # later batches need not wait for this one
-            raise RewardError(
-                f"Reward {self._scorer.reward.name!r} did not score a batch within {self._seconds:g} s. Make it "
-                "faster, or raise reward.timeout_seconds."
-            )
-        return self._future.result().to(self._device)
+        return (self._score() if self._future is None else self._future.result()).to(self._device)
 
     @property
     def terms(self) -> dict[str, Tensor]:
@@ -106,13 +86,6 @@ class PendingScores:
                     remarks.setdefault("details", {})[name] = one.details
         return found
 
-    def _seconds_left(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
-
-    def _score_in_turn(self) -> Tensor:
-        self._deadline = time.monotonic() + self._seconds
-        return self._score()
-
     def _score(self) -> Tensor:
         reward = self._scorer.reward
         if type(reward) is WeightedSum:
@@ -130,7 +103,7 @@ class PendingScores:
                 self.num_retries += 1
                 logger.warning("%s Retrying %s.", verdicts[failed[0]].error, counted(len(failed), "sample"))
                 failed = self._evaluate(reward, failed, verdicts)
-        if failed and not self._may_fail:
+        if failed and not self._scorer.max_quarantined:
             raise RewardFailed(verdicts[failed[0]].error)
         if failed:
             failed = self._evaluate_each(reward, failed, verdicts)
@@ -143,11 +116,10 @@ class PendingScores:
         self, reward: Reward, rows: list[int], verdicts: list[Verdict], timeout_seconds: float = math.inf
     ) -> list[int]:
         """Call a reward for some samples and store its verdicts; return the rows that it failed on."""
-        self._deadline = max(self._deadline, time.monotonic() + _call_seconds(reward) + _GRACE_SECONDS)
         request = self.request if len(rows) == len(self.request) else self.request.select(rows)
         request.timeout_seconds = timeout_seconds
         try:
-            returned = reward.score(request)
+            returned = _score_in_time(reward, request) if reward.is_host_work else reward.score(request)
         except RewardFailed as error:
             returned = [Verdict(error=str(error))] * len(rows)
         if isinstance(returned, Tensor):
@@ -177,8 +149,16 @@ class PendingScores:
         return failed
 
 
-def _call_seconds(reward: Reward) -> float:
-    return reward.start_seconds + reward.timeout_seconds
+def _score_in_time(reward: Reward, request: RewardRequest) -> Tensor | Sequence[Verdict]:
+    """Call a reward on a thread of its own; RewardFailed if it does not return in time.
+
+    The deadline of a `FunctionReward` passes before this one, and its error is more specific.
+    """
+    call = run_in_background(lambda: reward.score(request), name=f"reward-{reward.name}")
+    seconds = reward.start_seconds + reward.timeout_seconds + _GRACE_SECONDS
+    if not wait([call], timeout=seconds).done:
+        raise RewardFailed(f"Reward {reward.name!r} did not score a batch within {seconds:g} s. Make it faster.")
+    return call.result()
 
 
 def _scores(verdicts: Sequence[Verdict]) -> Tensor:
@@ -202,7 +182,6 @@ class RewardScorer:
         self.retries, self.max_quarantined = retries, max_quarantined
         self.working: set[str] = set()  # names of the rewards that have scored at least one sample
         self.thread = BackgroundThread(name="rewards")
-        self.queue: list[Future[Tensor]] = []  # batches on the thread
 
     def begin(
         self,
