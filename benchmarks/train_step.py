@@ -280,7 +280,8 @@ def measure_case(name: str, arguments: argparse.Namespace) -> list[dict[str, obj
             print_step(rows[-1])
         if arguments.profile:
             rows[-1]["profile"] = profile_step(arguments.batches[-1], learner, arguments)
-    learner.strategy.close()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     del learner
     gc.collect()
     if arguments.device == "cuda":

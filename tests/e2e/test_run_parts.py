@@ -110,7 +110,8 @@ def test_trainers_get_the_chosen_strategy_and_makers_one_process(train, expected
         assert torch.initial_seed() == 5
         assert strategy.timeout_seconds == 70
     finally:
-        strategy.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     maker = build.make_strategy(config, "maker")
     assert type(maker) is DDPStrategy
     assert maker.compute_dtype is None

@@ -22,15 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 @pytest.fixture
 def make_strategy():
-    made = []
-
-    def make(name, compute_dtype=None):
-        made.append(STRATEGIES[name](device="cpu", compute_dtype=compute_dtype))
-        return made[-1]
-
-    yield make
-    for strategy in made:
-        strategy.close()
+    return lambda name, compute_dtype=None: STRATEGIES[name](device="cpu", compute_dtype=compute_dtype)
 
 
 def make_learner(strategy, **algorithm):

@@ -14,7 +14,7 @@ from coati.errors import CheckpointError, ConfigError, DeadlineExceeded
 from coati.models import Actor, Critic, action_logprobs
 from coati.models.lora import LoRASettings
 from coati.trainer.optim import HybridAdam
-from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
+from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
 
 STRATEGIES = {
     "ddp": lambda **options: DDPStrategy(device="cpu", **options),
@@ -29,15 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 @pytest.fixture
 def make_strategy():
-    made: list[Strategy] = []
-
-    def make(name="ddp", **options) -> Strategy:
-        made.append(STRATEGIES[name](**options))
-        return made[-1]
-
-    yield make
-    for strategy in made:
-        strategy.close()
+    return lambda name="ddp", **options: STRATEGIES[name](**options)
 
 
 def tiny_llama(*, tie=False, dtype=torch.float32, seed=0):
@@ -251,7 +243,6 @@ def test_a_saved_run_continues_under_another_strategy(make_strategy, saver, load
     strategy.save_model(model, tmp_path / "model")
     strategy.save_optimizer(optimizer, tmp_path / "optimizer")
     assert {file.suffix for file in (tmp_path / "optimizer").iterdir()} == {".json", ".safetensors"}
-    strategy.close()
 
     other = make_strategy(loader)
     resumed = tiny_llama(tie=tie, dtype=torch.float64, seed=99)

@@ -58,8 +58,8 @@ class Ranks:
         self.device = choose_device(device, info.local_rank)  # the device of models and batches
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        is_in_group = self.world_size > 1 or needs_group
-        self._made_group = is_in_group and _join_process_group(info, self.device, timeout_seconds=timeout_seconds)
+        if self.world_size > 1 or needs_group:
+            _join_process_group(info, self.device, timeout_seconds=timeout_seconds)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensor over all ranks, on the same device; with one rank, the tensor itself."""
@@ -93,12 +93,6 @@ class Ranks:
             raise failure or CheckpointError(f"another rank could not {what}; see that rank's error.")
         return result
 
-    def close(self) -> None:
-        """Destroy the process group if this object created it; the object cannot be used afterwards."""
-        if self._made_group and dist.is_initialized():
-            dist.destroy_process_group()
-        self._made_group = False
-
 
 def choose_device(requested: str | torch.device | None, local_rank: int) -> torch.device:
     """Return the requested device, or else this rank's GPU, or else the CPU."""
@@ -122,8 +116,8 @@ def restore_random_state(tensors: dict[str, Tensor], device: torch.device) -> No
         torch.cuda.set_rng_state(on_gpu, device)
 
 
-def _join_process_group(info: RankInfo, device: torch.device, *, timeout_seconds: float) -> bool:
-    """Join torch's default process group, creating it if needed; return whether this call created it."""
+def _join_process_group(info: RankInfo, device: torch.device, *, timeout_seconds: float) -> None:
+    """Join torch's default process group, creating it if needed."""
     if dist.is_initialized():
         there = (dist.get_rank(), dist.get_world_size())
         if there != (info.rank, info.world_size):
@@ -131,7 +125,7 @@ def _join_process_group(info: RankInfo, device: torch.device, *, timeout_seconds
                 f"this process is already rank {there[0]} of {there[1]} in a torch process group, but the "
                 f"environment says rank {info.rank} of {info.world_size}. Destroy the group first."
             )
-        return False
+        return
     # On GPUs, gloo gathers offloaded shards, which are in host memory.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
@@ -147,4 +141,3 @@ def _join_process_group(info: RankInfo, device: torch.device, *, timeout_seconds
             f"within {timeout_seconds:g} s (timeout_seconds). Check that all ranks were started, that the host is "
             f"correct and that the port is free. torch reported: {said}"
         ) from error
-    return True
