@@ -22,6 +22,7 @@ from coati.evaluation.schedule import EvalSchedule
 from coati.evaluation.work import EvaluationWork
 from coati.experience_maker import ExperienceMaker, NaiveExperienceMaker
 from coati.ledger import LedgerRules
+from coati.ledger.journal import Journal
 from coati.trainer.ppo import PPOLearner
 
 
@@ -45,8 +46,7 @@ class TrainerOptions:
     resume: Path | None = None  # the checkpoint that training continues from; all ranks must see it
     tokenizer: Callable[[], Any] | None = None  # loads the tokenizer that is saved with the actor; None saves none
     rules: LedgerRules | None = None  # the rules by which makers lease work; None accepts all deliveries
-    journal: Path | None = None  # the journal file that records all leases
-    run_name: str = ""
+    journal: Callable[[], Journal] | None = None  # opens the journal that records all leases; None records none
     has_reference: bool = False  # whether a KL of exactly 0 is a metric, because makers have a reference model
     incarnation: int = 0
     """How often the trainers of this run were restarted; makers reject updates from earlier incarnations."""
@@ -58,6 +58,8 @@ class TrainerOptions:
         cls, config: RunSettings, parts: Parts, *, rank: int = 0, resume: Path | None = None, incarnation: int = 0
     ) -> Self:
         """Build the options of one trainer of a run; only rank 0 schedules evaluations."""
+        rules, path = build.ledger_rules(config, stream=rank), build.journal_path(config, stream=rank)
+        is_resumed = resume is not None or incarnation > 0
         return cls(
             train=config.train,
             algorithm=config.algorithm,
@@ -70,9 +72,8 @@ class TrainerOptions:
             resume=resume,
             incarnation=incarnation,
             tokenizer=functools.partial(build.load_tokenizer, config),
-            rules=build.ledger_rules(config, stream=rank),
-            journal=build.journal_path(config, stream=rank),
-            run_name=config.run.name,
+            rules=rules,
+            journal=functools.partial(Journal, path, rules, run=config.run.name, is_resumed=is_resumed),
             has_reference=config.reference_path is not None,
             evaluations=functools.partial(EvalSchedule, config.eval * (rank == 0), incarnation=incarnation),
             learner=parts.learner,

@@ -23,7 +23,6 @@ from coati.errors import CheckpointError, CoatiError, DeadlineExceeded, Stalenes
 from coati.evaluation.schedule import EvalJob
 from coati.experience import Experience
 from coati.experience_buffer.buffer import LeasedBuffer
-from coati.ledger.journal import Journal
 from coati.models import as_critic
 from coati.monitor.records import READ_KEPT
 from coati.monitor.timeline import trainer_metrics
@@ -75,7 +74,12 @@ class PlainPPOTrainer(Trainer):
         )
         apply_env_info(env_info)
         set_up_cpu(options.num_threads)
-        self._leased, self.has_reference = _leased_buffer(options), options.has_reference
+        self.has_reference = options.has_reference
+        self._leased: LeasedBuffer | None = None
+        if (rules := options.rules) is not None:
+            self._leased = LeasedBuffer(
+                rules, options.train.batch_size, open_journal=options.journal, incarnation=options.incarnation
+            )
         super().__init__(  # before the models are built: it records their warnings
             experience_maker_holder_name_list,
             train_batch_size=options.train.batch_size,
@@ -340,13 +344,3 @@ class PlainPPOTrainer(Trainer):
             mine = torch.tensor([int(has_data), int(is_stopped)], device=self.strategy.device)
             num_with_data, num_stopped = self.strategy.all_reduce_sum(mine).tolist()
             return bool(num_with_data > 0 and num_stopped == 0)
-
-
-def _leased_buffer(options: TrainerOptions) -> LeasedBuffer | None:
-    if options.rules is None:
-        return None
-    path, rules = options.journal, options.rules
-    is_resumed = options.resume is not None or options.incarnation > 0
-    journal = functools.partial(Journal, rules=rules, run=options.run_name, is_resumed=is_resumed)
-    open_journal = None if path is None else functools.partial(journal, path)
-    return LeasedBuffer(rules, options.train.batch_size, open_journal=open_journal, incarnation=options.incarnation)
