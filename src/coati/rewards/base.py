@@ -78,7 +78,6 @@ class Reward:
     name: str  # in metrics and errors
     is_host_work = False  # True if it uses no model, so that it can run on a thread while models score
     timeout_seconds = 1800.0  # deadline for one call, if `is_host_work`
-    start_seconds = 0.0  # time that it may take to start before a call, in addition to `timeout_seconds`
 
     def score(self, request: RewardRequest) -> Tensor | Sequence[Verdict]:
         """Return one score per sample, [B], or one verdict per sample. A score that is not finite means no score.

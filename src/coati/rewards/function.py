@@ -15,7 +15,7 @@ from coati.errors import RewardError, RewardFailed
 from coati.rewards.base import ModelReward, Reward, RewardRequest, WeightedSum
 from coati.rewards.calling import CallFailed, Verdict, call_function, load_reward_function, raised
 from coati.rewards.library import isolation_of
-from coati.rewards.process import START_SECONDS, RewardProcess
+from coati.rewards.process import RewardProcess
 
 # Errors of a function that expects chat messages and gets a string.
 _READS_MESSAGES = re.compile(
@@ -56,7 +56,7 @@ class FunctionReward(Reward):
         self._columns, self._messages = dict(columns or {}), messages
         self._process: RewardProcess | None = None
         if isinstance(function, RewardProcess):
-            self._process, self._function, self.start_seconds = function, function.call, START_SECONDS
+            self._process, self._function = function, function.call
         else:
             self._function = partial(call_function, function)
 

@@ -21,10 +21,9 @@ from coati.counting import counted
 from coati.errors import ConfigError, RewardError, RewardFailed
 from coati.rewards.base import Reward, RewardRequest, WeightedSum, decode_completions, decode_prompts
 from coati.rewards.calling import Verdict, excerpt
+from coati.rewards.function import FunctionReward
 
 logger = logging.getLogger(__name__)
-
-_GRACE_SECONDS = 5.0
 
 
 class PendingScores:
@@ -119,7 +118,9 @@ class PendingScores:
         request = self.request if len(rows) == len(self.request) else self.request.select(rows)
         request.timeout_seconds = timeout_seconds
         try:
-            returned = _score_in_time(reward, request) if reward.is_host_work else reward.score(request)
+            # A function has its own deadline; a model runs on this thread, without one.
+            needs_deadline = reward.is_host_work and not isinstance(reward, FunctionReward)
+            returned = _score_in_time(reward, request) if needs_deadline else reward.score(request)
         except RewardFailed as error:
             returned = [Verdict(error=str(error))] * len(rows)
         if isinstance(returned, Tensor):
@@ -150,14 +151,13 @@ class PendingScores:
 
 
 def _score_in_time(reward: Reward, request: RewardRequest) -> Tensor | Sequence[Verdict]:
-    """Call a reward on a thread of its own; RewardFailed if it does not return in time.
-
-    The deadline of a `FunctionReward` passes before this one, and its error is more specific.
-    """
+    """Call a reward on a thread of its own; RewardFailed if it does not return within `reward.timeout_seconds`."""
     call = run_in_background(lambda: reward.score(request), name=f"reward-{reward.name}")
-    seconds = reward.start_seconds + reward.timeout_seconds + _GRACE_SECONDS
-    if not wait([call], timeout=seconds).done:
-        raise RewardFailed(f"Reward {reward.name!r} did not score a batch within {seconds:g} s. Make it faster.")
+    if not wait([call], timeout=reward.timeout_seconds).done:
+        raise RewardFailed(
+            f"Reward {reward.name!r} did not score a batch within {reward.timeout_seconds:g} s. Make it faster, or "
+            "raise its timeout_seconds."
+        )
     return call.result()
 
 

@@ -11,7 +11,6 @@ from coati.errors import RewardError
 from coati.experience_maker import NaiveExperienceMaker
 from coati.models import Actor
 from coati.rewards import FunctionReward, Reward, RewardScorer, WeightedSum
-from coati.rewards import scorer as scorer_module
 
 PROMPTS = torch.tensor([[3, 4], [5, 6]])
 SECONDS = 30  # far longer than anything here takes
@@ -123,8 +122,7 @@ def test_a_function_that_uses_a_model_waits_its_turn(make):
     assert calls == ["reference", "reward"]
 
 
-def test_a_reward_that_never_ends_is_an_error(make, monkeypatch):
-    monkeypatch.setattr(scorer_module, "_GRACE_SECONDS", 0.0)
+def test_a_reward_that_never_ends_is_an_error(make):
     is_over = threading.Event()
 
     class Stuck(Reward):
@@ -141,8 +139,7 @@ def test_a_reward_that_never_ends_is_an_error(make, monkeypatch):
         is_over.set()
 
 
-def test_a_reward_that_never_ends_does_not_block_the_batches_behind_it(monkeypatch):
-    monkeypatch.setattr(scorer_module, "_GRACE_SECONDS", 0.0)
+def test_a_reward_that_never_ends_does_not_block_the_batches_behind_it():
     is_over, calls = threading.Event(), []
 
     class StuckOnce(Reward):
@@ -164,8 +161,7 @@ def test_a_reward_that_never_ends_does_not_block_the_batches_behind_it(monkeypat
         is_over.set()
 
 
-def test_a_reward_that_never_ends_is_retried(monkeypatch):
-    monkeypatch.setattr(scorer_module, "_GRACE_SECONDS", 0.0)
+def test_a_reward_that_never_ends_is_retried():
     is_over = threading.Event()
     answers = iter([lambda: is_over.wait(SECONDS), lambda: torch.ones(2)])
 

@@ -160,8 +160,7 @@ def test_samples_called_alone_share_the_time_of_one_batch(monkeypatch):
     assert now[0] == pytest.approx(2.0 + 0.25 + 1.75 / 2 + 0.25)
 
 
-def test_a_process_may_take_longer_to_start_than_a_batch(monkeypatch):
-    monkeypatch.setattr(scorer_module, "_GRACE_SECONDS", 0.1)
+def test_a_process_may_take_longer_to_start_than_a_batch():
 
     class SlowToStart(RewardProcess):
         """A process that takes longer to start than the deadline of a batch."""
