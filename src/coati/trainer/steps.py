@@ -145,13 +145,12 @@ class StepNumbers:
 
     def add(self, name: str, value: Tensor) -> None:
         """Add a micro-batch's share to the sum."""
-        value = value.detach().double()
-        self.shares[name] = self.shares[name] + value if name in self.shares else value
+        self.shares[name] = self.shares.get(name, 0.0) + value.detach().double()
 
     def add_maximum(self, name: str, value: Tensor) -> None:
         """Update a maximum with a micro-batch's value."""
         value = value.detach().double()
-        self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+        self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
 
     def over_all_ranks(self, all_gather: Callable[[Tensor], Tensor]) -> "StepNumbers":
         """Reduce the numbers over all ranks, in one collective; `all_gather` turns [n] into [W, n]."""
