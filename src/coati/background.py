@@ -1,10 +1,11 @@
 """Runs calls in the background on daemon threads, which do not keep a process alive."""
 
+import functools
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -25,7 +26,8 @@ class BackgroundThread:
 
     def __init__(self, *, name: str) -> None:
         self._name = name
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
 
     def run(self, call: Callable[[], T]) -> "Future[T]":
         """Queue the call; it runs when all earlier calls have finished."""
@@ -37,23 +39,17 @@ class BackgroundThread:
             except BaseException as error:  # `Future.result` raises it
                 future.set_exception(error)
 
-        if self._calls is None:
-            self._calls = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True).start()
         self._calls.put(resolve)
         return future
 
     def close(self) -> None:
-        """Let the thread end after its queued calls. Later calls run on a new thread, even if a call is stuck."""
-        if self._calls is not None:
-            self._calls.put(None)
-            self._calls = None
+        """Let the thread end after its queued calls; no more calls may follow."""
+        self._calls.put(None)
 
-    def __del__(self) -> None:
-        self.close()
+    __del__ = close
 
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_calls": None}  # a copy starts its own thread
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(type(self), name=self._name), ()  # a copy starts its own thread
 
 
 def _work(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:

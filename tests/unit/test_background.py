@@ -43,14 +43,14 @@ def test_an_error_is_raised_by_result_and_later_calls_still_run():
         run_in_background(fail, name="once").result(timeout=SECONDS)
 
 
-def test_closing_leaves_a_stuck_call_behind():
-    worker, may_end = BackgroundThread(name="worker"), threading.Event()
-    stuck = worker.run(lambda: may_end.wait(SECONDS))
+def test_closing_ends_the_thread_after_its_calls():
+    worker = BackgroundThread(name="worker")
+    threads = [worker.run(threading.current_thread), worker.run(threading.current_thread)]
     worker.close()
-    assert worker.run(lambda: 7).result(timeout=SECONDS) == 7
-    assert not stuck.done()
-    may_end.set()
-    assert stuck.result(timeout=SECONDS)
+    first, second = (one.result(timeout=SECONDS) for one in threads)
+    assert first is second
+    first.join(SECONDS)
+    assert not first.is_alive()
 
 
 def test_a_hundred_calls_start_one_thread(monkeypatch):
