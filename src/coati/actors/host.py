@@ -92,7 +92,7 @@ class Worker:
 
     def report(self, record_cursor: int = 0, span_cursor: int = 0) -> Report:
         """Return the current progress, and the records and spans after these cursors."""
-        return Report(self.progress(), self._records.since(record_cursor), self._timeline.since(span_cursor))
+        return Report(self.progress(), self._records.since(record_cursor), self._timeline.spans.since(span_cursor))
 
 
 def apply_env_info(env_info: Mapping[str, str | int] | None) -> None:

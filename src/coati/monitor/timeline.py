@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from coati.monitor.metrics import Mean, Metric, Sum
-from coati.monitor.records import RecordLog, RecordPage
+from coati.monitor.records import RecordLog
 
 ACTIVITIES: Final = (
     *("generate", "score", "evaluate", "send", "train", "publish", "commit", "save"),
@@ -82,7 +82,7 @@ class Timeline:
         self._clock = clock
         self._began = clock()
         self._offset = wall_clock() - self._began
-        self._log: RecordLog[Span] = RecordLog(capacity)
+        self.spans: RecordLog[Span] = RecordLog(capacity)
         self._totals: dict[str, float] = {}
         self._taken = TimeUse()
         self._thread = threading.get_ident()
@@ -104,10 +104,6 @@ class Timeline:
                 self._record()
                 self._open.pop()
 
-    def since(self, cursor: int) -> RecordPage[Span]:
-        """Return the spans after `cursor` that are still kept; see `RecordLog.since`."""
-        return self._log.since(cursor)
-
     def read(self) -> TimeUse:
         """Return how the time since the timeline was created was spent, including the span in progress."""
         return TimeUse(self._record() - self._began, dict(self._totals))
@@ -125,7 +121,7 @@ class Timeline:
         start, self._recorded_until = self._recorded_until, self._clock()
         if self._open and self._recorded_until > start:
             what = self._open[-1]
-            self._log.append(Span(what, start + self._offset, self._recorded_until + self._offset, self.version))
+            self.spans.append(Span(what, start + self._offset, self._recorded_until + self._offset, self.version))
             self._totals[what] = self._totals.get(what, 0.0) + self._recorded_until - start
         return self._recorded_until
 

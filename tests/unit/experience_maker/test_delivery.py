@@ -171,7 +171,7 @@ def test_the_number_of_unacknowledged_sends_is_bounded(make_sender, peers, sinks
     sender.flush()
     assert sinks["t0"].sample_ids == [0, 1, 2]
     # Only this thread's waits count, not those in the background.
-    assert [span.what for span in timeline.since(0).records] == ["wait_room"] * 2
+    assert [span.what for span in timeline.spans.since(0).records] == ["wait_room"] * 2
 
 
 def test_there_is_room_when_every_send_has_been_answered(make_sender, peers):

@@ -43,11 +43,11 @@ def test_spans_have_wall_times_and_the_version_at_their_end(timeline, clock):
     clock.now += 1.0
     with timeline.span("generate"):
         clock.now += 0.5
-    assert timeline.since(0).records == [
+    assert timeline.spans.since(0).records == [
         Span("wait_weights", 1050.0, 1052.0, 3),
         Span("generate", 1053.0, 1053.5, 3),
     ]
-    assert timeline.since(1).records == [Span("generate", 1053.0, 1053.5, 3)]
+    assert timeline.spans.since(1).records == [Span("generate", 1053.0, 1053.5, 3)]
 
 
 def test_an_inner_span_interrupts_the_outer_one(timeline, clock):
@@ -65,7 +65,7 @@ def test_an_inner_span_interrupts_the_outer_one(timeline, clock):
     assert use.seconds == {"commit": 0.5, "wait_room": 3.5, "send": 3.0}
     assert (use.share("send", "commit"), use.share("train")) == (0.35, 0.0)
     assert timeline.read().seconds["send"] == 3.0
-    assert [(span.what, span.end - span.start) for span in timeline.since(0).records] == [
+    assert [(span.what, span.end - span.start) for span in timeline.spans.since(0).records] == [
         ("send", 1.0),
         ("wait_room", 3.5),
         ("commit", 0.5),
@@ -119,7 +119,7 @@ def test_other_threads_are_ignored_until_one_calls_take(timeline, clock):
             thread.start()
             thread.join()
     assert timeline.read().seconds == {"generate": 1.0}
-    assert [span.what for span in timeline.since(0).records] == ["generate"]
+    assert [span.what for span in timeline.spans.since(0).records] == ["generate"]
 
 
 def test_a_span_counts_even_if_its_body_raises(timeline, clock):
@@ -141,7 +141,7 @@ def test_memory_is_bounded(clock):
     for what in ("generate", "score", "send"):
         with timeline.span(what):
             clock.now += 1.0
-    page = timeline.since(0)
+    page = timeline.spans.since(0)
     assert [span.what for span in page.records] == ["score", "send"]
     assert page.cursor == 3
 
