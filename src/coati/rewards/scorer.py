@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -181,7 +181,11 @@ class RewardScorer:
         self.tokenizer = tokenizer
         self.retries, self.max_quarantined = retries, max_quarantined
         self.working: set[str] = set()  # names of the rewards that have scored at least one sample
-        self.thread = BackgroundThread(name="rewards")
+
+    @cached_property
+    def thread(self) -> BackgroundThread:
+        """The thread on which functions run."""
+        return BackgroundThread(name="rewards")
 
     def begin(
         self,
