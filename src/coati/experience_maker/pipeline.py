@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 # replacements for dropped samples come in small batches, several of which may fail in a row by chance.
 MAX_EMPTY_BATCHES = 5
 MIN_DROPPED_IN_A_ROW = 64
-# Complete groups are scored when they reach this fraction of the largest number of samples in progress so far, or after
+# Complete groups are scored when they reach this fraction of the largest number of samples generated at once, or after
 # this many generation steps: a pass over few samples takes nearly as long as one over many, but trainers may wait.
 _SCORED_FRACTION = 0.5
 _MAX_STEPS_WAITED = 16
@@ -74,7 +74,7 @@ class ExperiencePipeline:
         self._commit_between_tokens = commit_between_tokens
         self._model_use = contextlib.ExitStack()
         self._uses_models = False  # whether the models are in use, so no update may be committed
-        self._max_in_progress = 1  # largest number of samples in progress at once
+        self._max_generating = 1  # largest number of samples generated at once
         self._last_scored: MakerBatch | None = None
         self._num_steps_waited = 0  # calls of `generate_and_score` since the first unscored group completed
         self._num_dropped_in_a_row = 0
@@ -98,17 +98,18 @@ class ExperiencePipeline:
         if samples[0].id == UNKNOWN_ID:
             samples = with_ids(samples, self._next_sample_id)
             self._next_sample_id += len(samples)
-        if self.continuous_maker is None:
+        if (maker := self.continuous_maker) is None:
             assert not self._next_batch
             self._next_batch = samples
         else:  # an engine may move the weights in memory; no update may be committed meanwhile
             with contextlib.nullcontext() if self._uses_models else self.served.use():
-                self.continuous_maker.start_samples(samples, **self._generate_kwargs)
-        self._max_in_progress = max(self._max_in_progress, self.num_in_progress)
+                maker.start_samples(samples, **self._generate_kwargs)
+        self._max_generating = max(self._max_generating, len(samples) if maker is None else maker.num_generating)
 
     def generate_and_score(self, *, in_batches: bool = False) -> MakerBatch | None:
-        """Generate the next tokens. Score complete groups if it is time to, and return them as a batch.
+        """Score complete groups and return them as a batch, if it is time to; otherwise generate the next tokens.
 
+        One or the other, so that the caller can request more samples before the scoring, and start them after it.
         With `in_batches`, everything is scored at once when all responses are complete. With `commit_between_tokens`, a
         weight update is committed here if no complete group waits for scoring, otherwise only when none is in progress.
         """
@@ -125,12 +126,11 @@ class ExperiencePipeline:
                 if continuous is None:
                     samples, self._next_batch = self._next_batch, []
                     batch = make_whole_batch(maker, samples, self._generate_kwargs)
-                else:
-                    if continuous.num_generating:
-                        continuous.generate_tokens()
-                    if continuous.num_complete and self._is_due(continuous, in_batches=in_batches):
-                        batch, self._num_steps_waited = continuous.score_complete(), 0
-                        self._last_scored = batch
+                elif continuous.num_complete and self._is_due(continuous, in_batches=in_batches):
+                    batch, self._num_steps_waited = continuous.score_complete(), 0
+                    self._last_scored = batch
+                elif continuous.num_generating:
+                    continuous.generate_tokens()
             if batch is not None:
                 batch.version, batch.incarnation = maker.policy_version, self.served.incarnation
         except BaseException:
@@ -147,7 +147,7 @@ class ExperiencePipeline:
             return not num_generating
         self._num_steps_waited += 1
         is_overdue = self._num_steps_waited >= _MAX_STEPS_WAITED
-        is_enough = num_complete >= _SCORED_FRACTION * self._max_in_progress or is_overdue
+        is_enough = num_complete >= _SCORED_FRACTION * self._max_generating or is_overdue
         # While a reward function is still busy with the last batch, collect more groups for the next one.
         is_free = self._last_scored is None or self._last_scored.is_ready
         return (is_enough and is_free) or (self._commit_between_tokens and self.served.has_pending)
@@ -211,7 +211,7 @@ class ExperiencePipeline:
         logger.log(logging.DEBUG if is_by_design else logging.WARNING, "a whole batch was dropped: %s", error)
         limits = {MAX_EMPTY_BATCHES: self._num_faults_in_a_row, MAX_BATCHES_WITHOUT_SIGNAL: self._num_dropped_in_a_row}
         for max_batches, count in limits.items():
-            if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * self._max_in_progress):
+            if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * self._max_generating):
                 raise DataError(f"{count} samples in a row had to be dropped. The last: {error}") from error
 
     def record(self, batch: MakerBatch, *, samples_kept: int, num_skipped: int = 0) -> dict[str, Any]:

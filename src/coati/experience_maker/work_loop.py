@@ -6,10 +6,12 @@
     delivery                          │ some groups
 
 Complete groups are scored in passes. They are delivered between tokens, in the order in which they were scored, when
-their rewards are ready and trainers have room. At most `source.capacity` samples wait for rewards before no more
-prompts are requested. Makers that only have `make_experience`, and data loaders, work on whole batches, one at a time.
+their rewards are ready and trainers have room. Makers that only have `make_experience`, and data loaders, work on whole
+batches, one at a time.
 
-Prompts are requested on a background thread, and only when they can start: a faster maker could use an idle lease.
+Prompts are requested on a background thread, and only when they can start: a faster maker could use an idle lease. The
+request for free slots comes before the scoring of complete groups, so that its prompts start together with those that
+wait already. While more than `source.capacity` samples wait for their scores, no more are requested.
 """
 
 import dataclasses
@@ -118,13 +120,14 @@ class WorkLoop:
 
     def _room(self) -> int | None:
         """Return the number of samples that there is room for; None if it is too small for a request."""
-        source, pipeline = self.source, self.pipeline
-        num_in_progress, num_pending = pipeline.num_in_progress, sum(len(batch.samples) for batch in self._pending)
-        if self._continuous_maker is None:
-            return source.capacity if not num_in_progress and len(self._pending) < 2 else None
-        room = min(source.capacity - num_in_progress, self._continuous_maker.room)
-        min_room = max(source.min_samples, _MIN_FREE_FRACTION * (num_in_progress + room))
-        is_enough = room >= min_room or not num_in_progress
+        source, pipeline, maker = self.source, self.pipeline, self._continuous_maker
+        if maker is None:
+            return source.capacity if not pipeline.num_in_progress and len(self._pending) < 2 else None
+        num_generating = maker.num_generating
+        num_pending = maker.num_complete + sum(len(batch.samples) for batch in self._pending)
+        room = min(source.capacity - num_generating, maker.room)
+        min_room = max(source.min_samples, _MIN_FREE_FRACTION * (num_generating + room))
+        is_enough = room >= min_room or not num_generating
         return room if is_enough and num_pending <= source.capacity and pipeline.accepts_samples else None
 
     def _await_work(self, requested: "Future[Any]") -> bool:

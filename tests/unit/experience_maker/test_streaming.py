@@ -253,6 +253,47 @@ def test_slow_rewards_get_large_batches():
     assert asked[0] < 8 <= asked[1]  # half at first, then all that completes while the reward is busy
 
 
+def test_samples_are_requested_before_complete_groups_are_scored():
+    num_requests_at_scoring, is_requested = [], threading.Event()
+
+    class Waiting(NaiveExperienceMaker):
+        def score_complete(self):
+            assert is_requested.wait(SECONDS), "no request while complete groups waited for scoring"
+            num_requests_at_scoring.append(len(rig.source.asked))
+            return super().score_complete()
+
+    # At step 1 three samples are complete, too few to be scored, but enough slots for a request.
+    rig = Rig(lambda one: 1 if one < 3 else 4, total=32, capacity=8, maker_class=Waiting)
+    request = rig.source.wait_for_work
+
+    def wait_for_work(room):
+        work = request(room)
+        if len(rig.source.asked) == 2:
+            is_requested.set()
+        return work
+
+    rig.source.wait_for_work = wait_for_work
+    rig.run()
+    assert rig.source.asked[:2] == [8, 3]
+    assert num_requests_at_scoring[0] == 2
+    assert rig.engine.most == 8
+
+
+def test_samples_requested_during_scoring_start_together_with_those_that_wait():
+    requests = []
+
+    class Scoring(NaiveExperienceMaker):
+        def score_complete(self):
+            requests.append(rig.loop._requested is not None)
+            rig._await_prompts()
+            return super().score_complete()
+
+    rig = Rig(lambda _: 4, total=32, capacity=8, maker_class=Scoring)
+    rig.run()
+    assert requests[:3] == [True, True, True]  # requested before the scoring
+    assert rig.engine.num_steps == 4 * 32 // 8  # no step with some of the slots only
+
+
 def test_a_few_complete_groups_do_not_wait_long():
     rig = Rig(lambda one: 3 if one == 0 else 60, total=8, capacity=8, on_step=lambda _: wait_for_rewards(rig))
     sent = dict(rig.run())
