@@ -83,8 +83,13 @@ class StreamingWriter(Writer):
         self._groups = {}  # by id: the group's prompts, and for each sample its length and the tokens generated
 
     @property
+    def num_in_progress(self):
+        return sum(len(prompts) for prompts, _ in self._groups.values())
+
+    @property
     def num_generating(self):
-        return sum(len(prompts) for prompts, samples in self._groups.values() if not is_complete(samples))
+        pairs = (pair for _, samples in self._groups.values() for pair in samples.values())
+        return sum(len(tokens) < length for length, tokens in pairs)
 
     @property
     def num_complete(self):

@@ -87,6 +87,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         """The engine that generates responses."""
         self.timeline = Timeline()
         self._samples: dict[int, Sample] = {}  # by id, in the order of submission
+        self._generating: set[int] = set()  # ids of the samples that have no response yet
         self._units: dict[int, list[int]] = {}  # unit -> ids of its samples, which are scored together
         self._complete: set[int] = set()  # complete units
         self._num_without_signal = 0  # samples not yet reported
@@ -134,8 +135,13 @@ class NaiveExperienceMaker(ExperienceMaker):
 
     @property
     def num_generating(self) -> int:
-        """Number of samples in units that are not complete."""
-        return len(self._samples) - self.num_complete
+        """Number of samples that have no response yet."""
+        return len(self._generating)
+
+    @property
+    def num_in_progress(self) -> int:
+        """Number of samples that were started and not yet scored."""
+        return len(self._samples)
 
     @property
     def room(self) -> int:
@@ -157,6 +163,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         for sample in samples:
             self._samples[sample.id] = sample
             self._units.setdefault(sample.unit, []).append(sample.id)
+        self._generating |= {sample.id for sample in samples if sample.limit > 0}
         self._complete |= {sample.unit for sample in samples if self._is_complete(sample.unit)}
         if short := [len(sample.tokens) for sample in samples if sample.limit < 1]:
             logger.warning(
@@ -164,21 +171,22 @@ class NaiveExperienceMaker(ExperienceMaker):
                 len(short), len(samples), max(short), context_length_of(unwrap(self.actor)), options.max_length,
             )  # fmt: skip
         if len(short) < len(samples):
-            with self._generating():  # allocating memory may fail
+            with self._using_engine():  # allocating memory may fail
                 self.engine.submit([sample for sample in samples if sample.limit > 0])
 
     @torch.no_grad()
     def generate_tokens(self) -> None:
         """Generate the next few tokens of each response."""
-        with self._generating():
+        with self._using_engine():
             self.engine.commit(self.policy_version)
             for sample in self.engine.advance():
                 self._samples[sample.id] = sample
+                self._generating.discard(sample.id)
                 if self._is_complete(sample.unit):
                     self._complete.add(sample.unit)
 
     @contextlib.contextmanager
-    def _generating(self) -> Iterator[None]:
+    def _using_engine(self) -> Iterator[None]:
         """Explain device errors, and discard all units after any error."""
         try:
             with device_errors_explained(f"generating {self.num_generating} responses", MEMORY_REMEDY):
@@ -189,13 +197,13 @@ class NaiveExperienceMaker(ExperienceMaker):
             raise
 
     def _is_complete(self, unit: int) -> bool:
-        samples = (self._samples[one] for one in self._units[unit])
-        return all(len(sample.response) or sample.limit < 1 for sample in samples)
+        return self._generating.isdisjoint(self._units[unit])
 
     def _forget(self, unit: int) -> None:
         if unit not in self._complete:
             self.engine.cancel(self._units[unit])
         self._complete.discard(unit)
+        self._generating.difference_update(self._units[unit])
         for one in self._units.pop(unit):
             self._samples.pop(one, None)  # ids in a unit may repeat, which engines refuse
 

@@ -86,7 +86,7 @@ class ExperiencePipeline:
     def num_in_progress(self) -> int:
         """Number of samples that were added and not yet returned by `generate_and_score`."""
         maker = self.continuous_maker
-        return len(self._next_batch) if maker is None else maker.num_generating + maker.num_complete
+        return len(self._next_batch) if maker is None else maker.num_in_progress
 
     @property
     def accepts_samples(self) -> bool:
