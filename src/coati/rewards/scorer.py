@@ -119,8 +119,9 @@ class PendingScores:
         request.timeout_seconds = timeout_seconds
         try:
             # A function has its own deadline; a model runs on this thread, without one.
-            needs_deadline = reward.is_host_work and not isinstance(reward, FunctionReward)
-            returned = _score_in_time(reward, request) if needs_deadline else reward.score(request)
+            has_deadline = isinstance(reward, FunctionReward) and type(reward).score is FunctionReward.score
+            needs_thread = reward.is_host_work and not has_deadline
+            returned = _score_in_time(reward, request) if needs_thread else reward.score(request)
         except RewardFailed as error:
             returned = [Verdict(error=str(error))] * len(rows)
         if isinstance(returned, Tensor):
@@ -151,12 +152,13 @@ class PendingScores:
 
 
 def _score_in_time(reward: Reward, request: RewardRequest) -> Tensor | Sequence[Verdict]:
-    """Call a reward on a thread of its own; RewardFailed if it does not return within `reward.timeout_seconds`."""
+    """Call a reward on a thread of its own; RewardFailed if it does not return within its deadline."""
     call = run_in_background(lambda: reward.score(request), name=f"reward-{reward.name}")
-    if not wait([call], timeout=reward.timeout_seconds).done:
+    seconds = min(reward.timeout_seconds, request.timeout_seconds, threading.TIMEOUT_MAX)
+    if not wait([call], timeout=seconds).done:
         raise RewardFailed(
-            f"Reward {reward.name!r} did not score a batch within {reward.timeout_seconds:g} s. Make it faster, or "
-            "raise its timeout_seconds."
+            f"Reward {reward.name!r} did not score {counted(len(request), 'sample')} within {seconds:g} s. Make it "
+            "faster, or raise its timeout_seconds."
         )
     return call.result()
 
@@ -184,7 +186,7 @@ class RewardScorer:
 
     @cached_property
     def thread(self) -> BackgroundThread:
-        """The thread on which functions run."""
+        """The thread on which batches of host work are scored, one at a time."""
         return BackgroundThread(name="rewards")
 
     def begin(
@@ -196,7 +198,8 @@ class RewardScorer:
     ) -> PendingScores:
         """Start to score. Call the result for the scores, [B] float32 on the device of the sequences; NaN is no score.
 
-        Functions run on one thread, one batch at a time. A reward that may use a model runs when the result is called,
+        Batches of host work wait for their turn on one thread, and each call has a thread of its own, which is left
+        behind if the call misses its deadline. A reward that may use a model runs when the result is called,
         so that it does not compete with other models. A column `prompt` has the texts of the prompts.
         """
         listed = {name: list(values) for name, values in (columns or {}).items()}

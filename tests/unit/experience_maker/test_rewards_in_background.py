@@ -139,11 +139,50 @@ def test_a_reward_that_never_ends_is_an_error(make):
         is_over.set()
 
 
+def test_a_reward_that_never_ends_has_the_time_of_one_batch_for_all_samples_alone():
+    is_over = threading.Event()
+
+    class Stuck(Reward):
+        name, is_host_work, timeout_seconds = "stuck", True, 0.2
+
+        def score(self, request):
+            if len(request) == 1 and request.completions[0] == " 5":
+                return torch.ones(1)
+            is_over.wait(SECONDS)
+            return torch.zeros(len(request))
+
+    actions = torch.tensor([[3, 5], [4, 6], [4, 5], [4, 7]])
+    scorer = RewardScorer(Stuck(), Numbers(), max_quarantined=4)
+    scores = scorer.begin(actions, torch.ones_like(actions), torch.ones(4, 1, dtype=torch.bool))
+    try:
+        assert scores()[0] == scores()[2] == 1
+        assert scores.failures.keys() == {1, 3}
+        seconds = [float(error.split("1 sample within ")[1].split()[0]) for error in scores.failures.values()]
+        assert sum(seconds) < 0.21
+    finally:
+        is_over.set()
+
+
+def test_a_function_reward_with_a_score_of_its_own_has_a_deadline(make):
+    is_over = threading.Event()
+
+    class Own(FunctionReward):
+        def score(self, request):
+            is_over.wait(SECONDS)
+            return torch.zeros(len(request))
+
+    try:
+        with pytest.raises(RewardError, match="did not score"):
+            make(Own(lambda completions: [0.0] * len(completions), timeout_seconds=0.01))
+    finally:
+        is_over.set()
+
+
 def test_a_reward_that_never_ends_does_not_block_the_batches_behind_it():
     is_over, calls = threading.Event(), []
 
     class StuckOnce(Reward):
-        name, is_host_work, timeout_seconds = "stuck", True, 0.2
+        name, is_host_work, timeout_seconds = "stuck", True, 1.0
 
         def score(self, request):
             calls.append(request)
@@ -166,7 +205,7 @@ def test_a_reward_that_never_ends_is_retried():
     answers = iter([lambda: is_over.wait(SECONDS), lambda: torch.ones(2)])
 
     class SlowOnce(Reward):
-        name, is_host_work, timeout_seconds = "slow", True, 0.2
+        name, is_host_work, timeout_seconds = "slow", True, 1.0
 
         def score(self, request):
             return next(answers)()
