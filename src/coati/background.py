@@ -25,7 +25,7 @@ class BackgroundThread:
     """
 
     def __init__(self, *, name: str) -> None:
-        self._name = name
+        self._name, self._is_closed = name, False
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
 
@@ -39,11 +39,13 @@ class BackgroundThread:
             except BaseException as error:  # `Future.result` raises it
                 future.set_exception(error)
 
+        assert not self._is_closed, f"thread {self._name} was closed"
         self._calls.put(resolve)
         return future
 
     def close(self) -> None:
         """Let the thread end after its queued calls; no more calls may follow."""
+        self._is_closed = True
         self._calls.put(None)
 
     __del__ = close

@@ -41,10 +41,10 @@ def pad_prompts(samples: Sequence[Sample], *, pad_token: int, width: int = 0) ->
 def pad_samples(samples: Sequence[Sample], *, pad_token: int, device: torch.device) -> Experience:
     """Return a padded batch of prompts and responses. The fields that scoring computes are 0."""
     input_ids, attention_mask = (matrix.to(device) for matrix in pad_prompts(samples, pad_token=pad_token))
-    lengths, made_on = [len(sample.response) for sample in samples], samples[0].response.device
-    of_tokens = _Padding(starts=[0] * len(samples), lengths=lengths, width=max(lengths), device=made_on)
-    responses = of_tokens.padded([sample.response for sample in samples], pad_token).to(device)
-    log_probs = of_tokens.padded([sample.log_probs for sample in samples]).to(device)
+    lengths, source_device = [len(sample.response) for sample in samples], samples[0].response.device
+    padding = _Padding(starts=[0] * len(samples), lengths=lengths, width=max(lengths), device=source_device)
+    responses = padding.padded([sample.response for sample in samples], pad_token).to(device)
+    log_probs = padding.padded([sample.log_probs for sample in samples]).to(device)
     mask = torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
     group_ids = group_ids_of(samples)
     return Experience(
@@ -58,7 +58,7 @@ def pad_samples(samples: Sequence[Sample], *, pad_token: int, device: torch.devi
         action_mask=mask,
         sample_ids=torch.tensor([sample.id for sample in samples], device=device),
         group_ids=None if group_ids is None else group_ids.to(device),
-        policy_versions=of_tokens.padded([sample.versions for sample in samples]).to(device),
+        policy_versions=padding.padded([sample.versions for sample in samples]).to(device),
         temperatures=torch.tensor([sample.options.sampling_temperature for sample in samples], device=device),
         is_cut=torch.tensor([sample.is_cut for sample in samples], device=device),
     )
@@ -154,7 +154,7 @@ class _Padding:
         # The entries of row r are contiguous from r·width + start.
         begins = torch.arange(len(lengths), device=device) * width + torch.tensor(starts, device=device)
         before = counts.cumsum(0) - counts
-        total = sum(lengths)  # which a GPU does not have to tell
+        total = sum(lengths)  # known on the host, so that nothing waits for a GPU
         self._flat = torch.arange(total, device=device) + (begins - before).repeat_interleave(counts, output_size=total)
 
     def padded(self, rows: Sequence[Tensor], fill: int = 0) -> Tensor:

@@ -26,8 +26,8 @@ from coati.monitor.metrics import Max, Mean, Metric
 
 logger = logging.getLogger(__name__)
 
-# Log-probs of two rows are recomputed for each of the first ten versions, then for every tenth: even two rows take a
-# small model as long as ten.
+# Log-probs of two rows are recomputed for each of the first ten versions, then for every tenth. With a small model, a
+# pass over two rows takes as long as one over ten.
 _PROBED_ROWS = 2
 _PROBED_EVERY = 10
 

@@ -29,10 +29,10 @@ def model():
     ("name", "changes", "expected"),
     [
         ("llama", {}, True),
-        ("mistral", {"sliding_window": None}, True),
-        ("qwen2", {}, True),
-        ("mistral", {"sliding_window": 16}, False),
-        ("qwen3", {}, False),
+        ("mistral", {"num_key_value_heads": 2, "sliding_window": None}, True),
+        ("qwen2", {"num_key_value_heads": 2}, True),
+        ("mistral", {"num_key_value_heads": 2, "sliding_window": 16}, False),
+        ("qwen3", {"num_key_value_heads": 2}, False),
         ("phi3", {"sliding_window": None}, True),
         ("phi3", {"sliding_window": None, "rope_parameters": {**tiny.ROPE, "partial_rotary_factor": 0.5}}, False),
         ("gpt2", {}, False),
@@ -118,6 +118,26 @@ def test_a_sample_goes_on_in_any_dtype(model, dtype):
     assert all(response.log_probs.isfinite().all() for response in (*first.values(), second))
 
 
+@pytest.mark.parametrize("name", ["o_proj", "input_layernorm", "q_proj"])
+def test_weights_that_take_the_place_of_others_are_found_by_the_next_step(model, name):
+    generator = torch.Generator().manual_seed(1)
+    engines = []
+    for one in (model, llama(0, num_hidden_layers=2, initializer_range=0.3)):
+        make = NativeEngine if one is model else ReferenceEngine
+        engines.append(submitted(make(one), request_of([0, 1], eos_token_id=[])))
+        for _ in range(3):
+            engines[-1].advance()
+    weights = {
+        key: weight + torch.randn(weight.shape, generator=generator)
+        for key, weight in model.state_dict().items()
+        if f".1.self_attn.{name}" in key or f".1.{name}" in key
+    }
+    for engine in engines:
+        copied = {key: weight.clone() for key, weight in weights.items()}
+        engine.model.load_state_dict(copied, strict=False, assign=True)
+    assert_same(*[finish(engine, 2) for engine in engines])
+
+
 def test_weights_that_moved_are_found_by_the_next_step(model):
     """Another engine on the same model joins its weights, and moves them if they were moved since."""
     engine = submitted(NativeEngine(model, num_slots=4), request_of([0, 1], eos_token_id=[]))
@@ -150,6 +170,17 @@ def test_what_broken_weights_wrote_does_not_move_with_the_cache(model):
         weight.copy_(good)
     again = request_of(ids, eos_token_id=[])
     assert_same(finish(submitted(engine, again), len(ids)), finish(submitted(ReferenceEngine(model), again), len(ids)))
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("num_threads", [1, 3, 4])
+def test_samples_do_not_depend_on_the_others_with_several_threads(num_heads, num_threads):
+    torch.set_num_threads(num_threads)
+    model = llama(0, initializer_range=0.3, hidden_size=24, num_attention_heads=num_heads, num_key_value_heads=1)
+    alone = finish(submitted(NativeEngine(model, num_slots=4), request_of([0, 1], eos_token_id=[])), 2)
+    among = finish(submitted(NativeEngine(model, num_slots=3 * SLOT_TILE), request_of(range(90), eos_token_id=[])), 90)
+    for one in (0, 1):
+        assert alone[one].log_probs.tolist() == among[one].log_probs.tolist()
 
 
 @torch.no_grad()

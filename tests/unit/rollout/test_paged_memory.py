@@ -8,8 +8,7 @@ from coati.rollout.native.cache import PagedCache
 
 @pytest.mark.parametrize("are_columns", [True, False])
 def test_a_cache_stays_usable_after_running_out_of_memory(monkeypatch: pytest.MonkeyPatch, are_columns: bool) -> None:
-    cache = PagedCache(num_layers=2, num_heads=1, head_dim=2, like=torch.zeros(1))
-    cache._are_columns = are_columns  # True on a CPU
+    cache = PagedCache(num_layers=2, num_heads=1, head_dim=2, like=torch.zeros(1), are_columns=are_columns)
     cache.enlarge(3, 4)
     cache.keys[0][1] = 7.0
     new_zeros, done = torch.Tensor.new_zeros, []

@@ -1,7 +1,7 @@
 """A decode step on a CPU of a small model like Llama with a short context, where slots are columns.
 
 It consists of many short operations: one of torch's takes 3 µs or more, one of numpy's 1 µs. So torch computes matrix
-products, softmax and activations, and numpy the rest on the same memory. Hidden states are arrays [d, n], a column for
+products and activations, and numpy the rest on the same memory. Hidden states are arrays [d, n], a column for
 each of n slots. Sums add up their terms in the same order for all columns, however many there are, so that a step is
 batch-invariant (see `coati.models.tiles`). n is a number of whole tiles: no column is a remainder of vector operations.
 
@@ -50,7 +50,7 @@ Attention = Callable[[Columns, Any, Floats], Columns]
 
 
 class ColumnOperations:
-    """What `TorchOperations` computes in a decode step, of columns. Weights and the number of threads must stay.
+    """What `TorchOperations` computes in a decode step, of columns, for weights that stay in place.
 
     Each result stays valid until the same operation is called again: its memory is used again, which saves time.
     """
@@ -59,7 +59,8 @@ class ColumnOperations:
         self.dtype = dtype
         self._geometry = geometry
         self._known: dict[Any, Any] = {}  # operations by layer or norm
-        self._scores, self._weights, self._mixed = (Columns.empty(0, dtype=self.dtype) for _ in range(3))
+        self._mixed = Columns.empty(0, dtype=dtype)
+        self._scores: Floats = np.empty(0)
 
     def _of(self, part: Any, make: Callable[[Any], Any]) -> Callable[[Any], Columns]:
         """Return the operation of a part of the model."""
@@ -105,12 +106,9 @@ class ColumnOperations:
         read = slice(num_positions), slice(None), slice(None), slice(1, count + 1)
         if self._mixed.tensor.shape[-1] != count:
             self._mixed = Columns.empty(num_kv_heads * geometry.group * geometry.head_dim, count, dtype=self.dtype)
-        if self._scores.tensor.shape[-1] != count or len(self._scores.tensor) < num_positions:
-            shape = tiled(num_positions), *grouped[:2], count
-            self._scores, self._weights = (Columns.empty(*shape, dtype=self.dtype) for _ in range(2))
-        mixed = self._mixed.array.reshape(grouped)
-        scores, weights = self._scores.array[:num_positions], self._weights.array[:num_positions]
-        of_torch = self._scores.tensor[:num_positions], self._weights.tensor[:num_positions]
+        if self._scores.shape[-1] != count or len(self._scores) < num_positions:
+            self._scores = np.empty((tiled(num_positions), *grouped[:2], count), self._mixed.array.dtype)
+        mixed, scores = self._mixed.array.reshape(grouped), self._scores[:num_positions]
         turns = {kind: table.take(places, axis=1) for kind, table in angles.items()}
         is_hidden = np.arange(num_positions)[:, None, None, None] > places
         mask = np.where(is_hidden, scores.dtype.type(-np.inf), scores.dtype.type(0))  # [L, 1, 1, n]
@@ -125,8 +123,9 @@ class ColumnOperations:
             keys, values = cached[read][:, :num_kv_heads], cached[read][:, num_kv_heads:]
             np.einsum("kgdn,lkdn->lkgn", queries.reshape(grouped), keys, out=scores)
             np.add(scores, mask, out=scores)
-            torch.softmax(of_torch[0], dim=0, out=of_torch[1])
-            np.einsum("lkgn,lkdn->kgdn", weights, values, out=mixed)
+            np.exp(np.subtract(scores, scores.max(axis=0), out=scores), out=scores)
+            np.divide(scores, scores.sum(axis=0), out=scores)
+            np.einsum("lkgn,lkdn->kgdn", scores, values, out=mixed)
             return self._mixed
 
         return attend

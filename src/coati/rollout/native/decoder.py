@@ -48,8 +48,8 @@ class Decoder:
         self._body = body = Body.of(base)
         self._head: nn.Module = base.get_output_embeddings()
         self._logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
-        self._parameters: list[Tensor] = list(base.parameters())
-        self.weight = self._parameters[0]  # one of the weights, for its device and dtype
+        # Where the parameters are looked up, because other tensors may take their place.
+        self._owners = [(module._parameters, name) for module in base.modules() for name in module._parameters]
         num_kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         self._geometry = Geometry(
             head_dim=int(body.attention.head_dim),
@@ -59,10 +59,19 @@ class Decoder:
             rotary_dim=self._cos_sin(1, body.rotations[0])[0].shape[-1],
         )
         self.operations = operations_for(self.weight, self._geometry)
-        self._columns: ColumnOperations  # see `join_weights`
+        self._columns: ColumnOperations | None = None  # see `join_weights`
         self._addresses: tuple[int, ...] = ()
         self._angles: Angles = {}  # see `_rotation`; with the device and dtype of the weights at `new_cache`
         self._angle_columns: dict[str, Floats] = {}  # the same as columns
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for owner, name in self._owners if (parameter := owner.get(name)) is not None]
+
+    @property
+    def weight(self) -> Tensor:
+        """One of the weights, for its device and dtype."""
+        return self._parameters[0]
 
     @property
     def uses_columns(self) -> bool:
@@ -70,7 +79,7 @@ class Decoder:
         dtypes = {(parameter.dtype, parameter.device.type) for parameter in self._parameters}
         is_plain = dtypes in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")})
         is_short = self._context is not None and self._context <= columns.MAX_CONTEXT
-        is_small = sum(map(torch.numel, self._parameters)) <= columns.MAX_WEIGHTS
+        is_small = sum(map(torch.numel, {*self._parameters})) <= columns.MAX_WEIGHTS
         is_rotated = self._geometry.rotary_dim == self._geometry.head_dim
         return is_plain and is_short and is_small and is_rotated and all(one.is_like_llama for one in self._body.blocks)
 
@@ -95,8 +104,7 @@ class Decoder:
         addresses = tuple(parameter.data_ptr() for parameter in self._parameters)
         if addresses != self._addresses:
             self._addresses = addresses
-            if self.uses_columns:
-                self._columns = ColumnOperations(self._geometry, self.weight.dtype)
+            self._columns = ColumnOperations(self._geometry, self.weight.dtype) if self.uses_columns else None
         return addresses
 
     def new_cache(self) -> PagedCache:
@@ -147,6 +155,7 @@ class Decoder:
         Only the slots `used` write to the cache. `num_positions` is one past their largest position.
         """
         run = self._columns
+        assert run is not None, "the model's dtype changed while samples were in progress"
         self._rotation(cache.page_size)
         rows = self._embedded(*map(torch.from_numpy, (tokens, positions)))
         embedded = Columns(rows.t().contiguous())

@@ -140,8 +140,9 @@ class NativeEngine:
             self._extend_pages(num_steps)
             if self._alive:
                 self._run(num_steps, self._compact())
-        alive = self._slots.alive.tolist() if self._by_columns else ()
-        if self._samples and not (alive and all(alive[sample.place.slot] for sample in self._alive)):
+        # With columns the host sees at once whether a sample has ended.
+        has_ended = not self._by_columns or not all(self._slots.arrays.alive[one.place.slot] for one in self._alive)
+        if self._samples and has_ended:
             self._take_snapshot()
         max_snapshots = MAX_SNAPSHOTS if self._is_captured else 1
         while self._snapshots and (len(self._snapshots) >= max_snapshots or self._steps_left <= 0):
@@ -441,7 +442,7 @@ class NativeEngine:
         positions.add_(alive)  # a finished slot stays at a valid position
 
     def _step_columns(self, count: int, length: int, rules: TokenRules) -> None:
-        """Do what `_step` does, with numpy."""
+        """Do what `_step` does if `Decoder.uses_columns`, with numpy."""
         self._update_weight_addresses()
         slots, responses = self._slots.arrays, self._responses.arrays
         used, decode = slots.alive.nonzero()[0], self._decoder.decode_columns
