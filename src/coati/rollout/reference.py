@@ -39,7 +39,8 @@ class ReferenceEngine:
     def submit(self, samples: Sequence[Sample]) -> None:
         """Start samples with the next token; see `RolloutEngine.submit`. Rows of a batch are padded to equal length."""
         samples = admitted(samples)
-        widths = {sample.id: max(len(other.tokens) for other in samples) for sample in samples}
+        longest = max((len(sample.tokens) for sample in samples), default=0)
+        widths = {sample.id: longest for sample in samples}
         device = next(self.model.parameters()).device
         if device.type == "cpu":
             # Give every row some padding, because transformers builds no mask for a batch without any.
