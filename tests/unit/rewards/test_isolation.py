@@ -99,9 +99,9 @@ def test_large_texts(isolated):
         ("raise", "raised KeyError: 'no such word' (at "),
         ("exit", "ended its process with exit code 3"),
         ("sys.exit", "raised SystemExit: 3"),
-        ("hang", "did not return within 0.5 s"),
-        ("hang in C", "did not return within 0.5 s"),
-        ("spin", "did not return within 0.5 s"),
+        ("hang", "did not return within 0.2 s"),
+        ("hang in C", "did not return within 0.2 s"),
+        ("spin", "did not return within 0.2 s"),
         ("daemonize", "ended its process with exit code 7"),
         ("abort", "was killed by SIGABRT"),
         ("kill the guard", "SIGKILL"),
@@ -112,7 +112,7 @@ def test_large_texts(isolated):
 def test_what_a_function_does_is_said_by_name_and_the_next_batch_is_scored(isolated, action, message):
     reward = isolated()
     score(reward, request_of("a"))
-    guard, reward.timeout_seconds = guard_of(reward), 0.5 if "0.5 s" in message else SECONDS
+    guard, reward.timeout_seconds = guard_of(reward), 0.2 if "0.2 s" in message else SECONDS
     with pytest.raises(RewardFailed, match=r"^Reward function 'judge' ") as caught:
         score(reward, request_of(action))
     assert message in str(caught.value)
@@ -155,7 +155,7 @@ def test_printed_text_is_not_an_answer(isolated):
 
 
 def test_memory_is_limited(isolated):
-    reward = isolated(memory_mib=1024)
+    reward = isolated(memory_mib=512)
     with pytest.raises(RewardFailed, match=r"raised MemoryError|was killed by"):
         score(reward, request_of("exhaust"))
     assert score(reward, request_of("a")).tolist() == [1.0]

@@ -45,10 +45,10 @@ def test_a_pattern_matches_a_part_or_the_whole_text():
 
 
 def test_a_pattern_that_takes_too_long_is_a_failure_of_that_sample():
-    function = load_reward_function("regex", options={"pattern": "(a|aa)+$", "seconds": 0.5})
+    function = load_reward_function("regex", options={"pattern": "(a|aa)+$", "seconds": 0.2})
     slow, fine = call_function(function, {"completions": ["a" * 100 + "!", "aaa"]}, 2)
     assert math.isnan(slow.score)
-    assert "took more than 0.5 s" in slow.error
+    assert "took more than 0.2 s" in slow.error
     assert fine.score == 1.0
 
 
@@ -273,9 +273,9 @@ def test_json_is_checked_against_a_schema(built):
 
 def test_a_schema_pattern_that_takes_too_long_is_a_failure_of_that_sample(built):
     slow = '{"a": 1, "b": "' + "a" * 60 + '!"}'
-    values, found = run_scorer(built("json-schema", schema=SCHEMA, seconds=1.0), [slow, '{"a": 1}'])
-    assert "took more than 1 s" in found.failures[0]
-    assert values[1] == 1.0 or "took more than 1 s" in found.failures[1]
+    values, found = run_scorer(built("json-schema", schema=SCHEMA, seconds=0.3), [slow, '{"a": 1}'])
+    assert "took more than 0.3 s" in found.failures[0]
+    assert values[1] == 1.0 or "took more than 0.3 s" in found.failures[1]
 
 
 def test_a_remote_schema_is_not_fetched(built):
@@ -289,12 +289,12 @@ COLUMNS = {
     "reasoning-gym": {"answer": "1", "metadata": {"source_dataset": "leg_counting"}},
 }
 OPTIONS = {
-    "math-verify": {"seconds": 1.0},
-    "reasoning-gym": {"seconds": 1.0},
-    "regex": {"pattern": r"(\w+\s?)+$", "seconds": 0.2},
+    "math-verify": {"seconds": 0.3},
+    "reasoning-gym": PATIENT,  # nothing here keeps it busy, and its process takes seconds to start
+    "regex": {"pattern": r"(\w+\s?)+$", "seconds": 0.1},
     "length": {"maximum": 10},
     "overlong": {"max_tokens": 10, "buffer_tokens": 5},
-    "json-schema": {"schema": SCHEMA, "seconds": 1.0},
+    "json-schema": {"schema": SCHEMA, "seconds": 0.3},
 }
 
 
