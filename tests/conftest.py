@@ -34,10 +34,25 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # what imports left is not looked at again
-    # Around every test pytest adds its handlers to each logger that does not propagate; torch has some sixty of them.
-    for name in logging.root.manager.loggerDict:
+    if (torch := sys.modules.get("torch")) and not torch.cuda.is_available():
+        # Each of these formats the stack, which takes longer than to seed. No such device is here to be seeded.
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            device.manual_seed_all = lambda seed: None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def propagate_logs_of_torch():
+    """Around every test pytest adds its handlers to each logger that does not propagate. Imports of torch add some."""
+    for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch"):
             logging.getLogger(name).propagate = True
+
+
+@pytest.fixture(scope="module")
+def quick_collections():
+    """Make each `gc.collect` of a module look at few objects, and not at all that earlier tests have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,16 +1,19 @@
-"""Models small enough to check by hand: 11 tokens, 16 dimensions, one or two layers, seeded."""
+"""Models small enough to check by hand: 11 tokens, 16 dimensions, one or two layers, seeded.
+
+Fixtures import what they need, because the main process of `pytest -n` loads this file too and runs no test.
+"""
 
 import pytest
-import tiny
-import torch
-
-from coati.devices import set_up_cpu
 
 VOCABULARY = 11
 
 
 @pytest.fixture(autouse=True)
 def _one_thread():
+    import torch
+
+    from coati.devices import set_up_cpu
+
     before = torch.get_num_threads()
     set_up_cpu(1)
     yield
@@ -23,14 +26,20 @@ SETTINGS = {"vocab_size": VOCABULARY, "eos_token_id": 2, "initializer_range": 0.
 
 @pytest.fixture
 def llama_config():
+    import tiny
+
     return lambda **changes: tiny.llama_config(**{**SETTINGS, **changes})
 
 
 @pytest.fixture
 def llama():
+    import tiny
+
     return lambda seed=0, **changes: tiny.llama(seed, **{**SETTINGS, **changes})
 
 
 @pytest.fixture
 def gpt2():
+    import tiny
+
     return lambda seed=0, **changes: tiny.gpt2(seed, **{**SETTINGS, **changes})

@@ -75,7 +75,7 @@ def test_a_read_only_array_can_be_copied_into_a_writable_tensor():
     assert wire.array.tolist() == [1.0, 1.0]
 
 
-def test_a_read_only_array_is_wrapped_without_a_warning_and_stays_alive():
+def test_a_read_only_array_is_wrapped_without_a_warning_and_stays_alive(quick_collections):
     for shape in ((2, 3), (), (0, 3)):
         array = np.ones(shape, dtype=np.int16)
         array.flags.writeable = False

@@ -16,7 +16,7 @@ from coati.trainer.ppo import PPOLearner
 from coati.trainer.steps import FIXED_PASS, LARGEST_PASS, PassSize
 from coati.trainer.strategies import DDPStrategy
 
-pytestmark = pytest.mark.usefixtures("one_process")
+pytestmark = pytest.mark.usefixtures("one_process", "quick_collections")
 
 NUM_SAMPLES, SAMPLE_TOKENS = 8, 5
 
