@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -223,6 +222,8 @@ def test_running_out_of_memory_does_not_count_as_unsupported(monkeypatch):
     ("dtype", "temperature", "entropy_coef"), [(torch.float32, 0.7, 0.3), (torch.bfloat16, 1.0, 0.0)]
 )
 def test_compiled_results_match_for_any_number_of_tokens(monkeypatch, dtype, temperature, entropy_coef):
+    from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
+
     counter = CompileCounterWithBackend("aot_eager")  # compiles like a GPU, without a compiler
     compile_by = functools.partial(torch.compile, backend=counter)
     monkeypatch.setattr("coati.algos.logprobs._compiled", functools.cache(lambda f: _compiled_by(f, compile_by)))
