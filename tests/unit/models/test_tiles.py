@@ -27,7 +27,7 @@ from coati.rollout.native.columns import MAX_CONTEXT
 # Odd sizes, so that vector instructions leave a remainder.
 SIZES = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "initializer_range": 0.5}
 GPT2 = {"n_embd": 24, "n_inner": 37, "n_layer": 2, "initializer_range": 0.5}
-LIMIT = 6
+LIMIT = 4
 prompt = st.lists(st.integers(2, tiny.VOCAB - 1), min_size=1, max_size=24)
 companies = st.lists(prompt, max_size=20)
 

@@ -18,10 +18,12 @@ ENGINES = [
     "native with few pages",
 ]
 DECODERS = ["gpt2", "opt", "gemma3", "phi"]
-FOR_ANY_DECODER = (  # the model is not called, or what it computes is not looked at
+FOR_ANY_DECODER = (  # of slots, versions, ids, and options that apply to the logits of any model
     "test_waiting_samples_take_slots_as_responses_end",
     "test_every_token_has_the_version_that_generated_it",
     "test_duplicate_sample_ids_are_rejected",
+    "test_requests_with_different_options_do_not_mix",
+    "test_log_probs_are_those_before_top_k",
 )
 
 

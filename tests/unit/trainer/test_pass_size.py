@@ -34,7 +34,7 @@ def make_batch(first=0):
 def make_learner(tokens="auto", models=None, **settings):
     strategy = DDPStrategy(device="cpu")
     train, algorithm = sections(micro_batch_tokens=tokens, actor_lr=1e-2, critic_lr=1e-2, **settings)
-    models = models or actor_and_critic(num_hidden_layers=2)
+    models = models or actor_and_critic()
     return PPOLearner(*models, strategy, train, algorithm, optimizer_class=strategy.optimizer_class)
 
 
