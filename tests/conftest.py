@@ -34,10 +34,6 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # what imports left is not looked at again
-    if (torch := sys.modules.get("torch")) and not torch.cuda.is_available():
-        # Each of these formats the stack, which takes longer than to seed. No such device is here to be seeded.
-        for device in (torch.cuda, torch.xpu, torch.mtia):
-            device.manual_seed_all = lambda seed: None
 
 
 @pytest.fixture(autouse=True, scope="module")
