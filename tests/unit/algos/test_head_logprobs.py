@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coati.algos.logprobs import (
-    _adds_products_in_place,
     _compiled,
     _compiles,
     _gradient_in_place,
@@ -207,15 +206,6 @@ def test_a_device_that_cannot_compile_gives_a_warning(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda _: fail)
     with pytest.warns(RuntimeWarning, match="C compiler"):
         assert not _compiles.__wrapped__(torch.device("meta"))
-
-
-def test_running_out_of_memory_does_not_count_as_unsupported(monkeypatch):
-    def fail(*_, **__):
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(torch, "addmm", fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        _adds_products_in_place.__wrapped__(torch.device("cpu"), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
