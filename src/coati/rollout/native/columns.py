@@ -1,9 +1,9 @@
 """A decode step on a CPU of a small model like Llama with a short context, where slots are columns.
 
 It consists of many short operations: one of torch's takes 3 µs or more, one of numpy's 1 µs. So torch computes matrix
-products and activations, and numpy the rest on the same memory. Hidden states are arrays [d, n], a column for
-each of n slots. Sums add up their terms in the same order for all columns, however many there are, so that a step is
-batch-invariant (see `coati.models.tiles`). n is a number of whole tiles: no column is a remainder of vector operations.
+products, and numpy the rest on the same memory. Hidden states are arrays [d, n], a column for each of n slots. Sums add
+up their terms in the same order for all columns, however many there are, so that a step is batch-invariant (see
+`coati.models.tiles`). n is a number of whole tiles: no column is a remainder of vector operations.
 
 The cache holds the keys and values of slot i in page i + 1, and pages are columns too: [S, 2K, D, P] in memory.
 """
@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from coati.models.tiles import in_column_tiles, is_one_product_exact, tiled_activation
+from coati.models.tiles import in_column_tiles, is_one_product_exact
 from coati.rollout.native.blocks import SLOT_TILE, matrix_of, product, tiled
 from coati.rollout.native.operations import Geometry
 
@@ -84,13 +83,12 @@ class ColumnOperations:
             np.add(hidden.array, delta.array, out=hidden.array)
         return hidden, self._of(norm, _Norm)(hidden.array)
 
-    def gated(self, both: Columns, activation: nn.Module) -> Columns:
+    def gated(self, both: Columns, _activation: nn.Module) -> Columns:
         """Return `silu(gate) * up` of gate and up, one below the other."""
         gate = Columns(both.tensor[: len(both.array) // 2])
-        if torch.get_num_threads() == 1:
-            F.silu(gate.tensor, inplace=True)
-        else:
-            gate.tensor.copy_(tiled_activation(activation, gate.tensor))
+        divisor = np.exp(np.negative(gate.array))
+        np.add(divisor, 1, out=divisor)
+        np.divide(gate.array, divisor, out=gate.array)
         np.multiply(gate.array, both.array[len(gate.array) :], out=gate.array)
         return gate
 
