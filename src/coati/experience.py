@@ -32,6 +32,7 @@ from coati.errors import DataError
 from coati.wire import WireTensor, decode, encode
 
 logger = logging.getLogger(__name__)
+_log_once = functools.cache(logger.debug)
 
 # Id or version that the sample's maker did not set.
 UNKNOWN_ID = -1
@@ -281,7 +282,7 @@ class Experience(_SampleFields):
     def pin_memory(self) -> Self:
         """Pin every tensor for fast copies to the GPU, and return self. Without CUDA this does nothing."""
         if not torch.cuda.is_available():
-            _log_no_pinning()
+            _log_once("pin_memory() does nothing here: this machine has no CUDA device")
             return self
         for name, tensor in list(self.tensors()):
             if tensor.device.type == "cpu" and not tensor.is_pinned():
@@ -291,11 +292,6 @@ class Experience(_SampleFields):
     def select(self, rows: Tensor | slice) -> "Experience":
         """Return a new experience of the samples that `rows` selects: an index tensor, a bool mask or a slice."""
         return dataclasses.replace(self, **{name: tensor[rows] for name, tensor in self.tensors()})
-
-
-@functools.cache  # once per process
-def _log_no_pinning() -> None:
-    logger.debug("pin_memory() does nothing here: this machine has no CUDA device")
 
 
 @dataclasses.dataclass

@@ -18,15 +18,9 @@ Hook = Callable[[str, int | None, str], None]
 def reach(point: str, index: int | None = None) -> None:
     """Call the hook, if any, for this point; `index` is a chunk number, for example."""
     if hook is not None:
-        hook(point, index, _actor)
+        hook(point, index, actor)
 
 
-def set_actor(name: str) -> None:
-    """Set the actor name that hooks receive from this process."""
-    global _actor
-    _actor = name
-
-
-_actor = ""
+actor = ""  # the name of this process's actor, for the hook
 _file, _, _argument = os.environ.get(VARIABLE, "").rpartition(":")
 hook: Hook | None = runpy.run_path(_file)["follow"](_argument) if _file else None

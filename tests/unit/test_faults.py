@@ -33,16 +33,16 @@ def test_points_do_nothing_without_a_schedule():
     assert passes(3) == []
 
 
-def test_a_fault_fires_once_at_its_pass_in_its_actor(tmp_path):
+def test_a_fault_fires_once_at_its_pass_in_its_actor(tmp_path, monkeypatch):
     fault = Fault("maker.generating", "raise", actor="maker-1", nth=3)
     with Schedule(tmp_path, [fault]).enabled():
-        faults.set_actor("maker-0")
+        monkeypatch.setattr(faults, "actor", "maker-0")
         assert passes(9) == []
-        faults.set_actor("maker-1")
+        monkeypatch.setattr(faults, "actor", "maker-1")
         assert passes(9, "maker.before_deliver") == []
         assert passes(9) == [3]
     with Schedule(tmp_path).enabled():  # as in a restarted process
-        faults.set_actor("maker-1")
+        monkeypatch.setattr(faults, "actor", "maker-1")
         assert passes(9) == []
     assert passes(9) == []
 

@@ -295,7 +295,7 @@ def test_runs_that_cannot_be_replayed_are_rejected_with_the_reason(settings, tmp
     with pytest.raises(CheckpointError, match="has no journals"):
         replay(tmp_path)
     config = settings(tmp_path / "run")
-    journal = Journal(build.journal_path(config), build.ledger_rules(config), run="r")
+    journal = Journal(tmp_path / "run" / "ledger" / "stream-0.jsonl", build.ledger_rules(config), run="r")
     journal.write([{"grant": [0], "maker": "m", "version": 0}, {"train": 1, "samples": 0}])
     with pytest.raises(ConfigError, match="GPU"):
         replay(tmp_path / "run")
@@ -304,6 +304,6 @@ def test_runs_that_cannot_be_replayed_are_rejected_with_the_reason(settings, tmp
         replay(tmp_path / "run")
     two = settings(tmp_path / "two", topology={"trainers": 2})
     for stream in range(2):
-        Journal(build.journal_path(two, stream), build.ledger_rules(two, stream), run="r")
+        Journal(tmp_path / "two" / "ledger" / f"stream-{stream}.jsonl", build.ledger_rules(two, stream), run="r")
     with pytest.raises(ConfigError, match="one trainer"):
         replay(tmp_path / "two")

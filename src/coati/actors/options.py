@@ -58,7 +58,8 @@ class TrainerOptions:
         cls, config: RunSettings, parts: Parts, *, rank: int = 0, resume: Path | None = None, incarnation: int = 0
     ) -> Self:
         """Build the options of one trainer of a run; only rank 0 schedules evaluations."""
-        rules, path = build.ledger_rules(config, stream=rank), build.journal_path(config, stream=rank)
+        rules = build.ledger_rules(config, stream=rank)
+        path = config.output_folder.resolve() / "ledger" / f"stream-{rank}.jsonl"
         is_resumed = resume is not None or incarnation > 0
         return cls(
             train=config.train,

@@ -1,7 +1,6 @@
 """`coati reward check REWARD --rows FILE`."""
 
 import json
-import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -60,7 +59,8 @@ def check(
     failed["score"] = set(pending.failures)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for row in sorted(range(len(table)), key=lambda row: row not in pending.failures)[:show]:
-        cells = (f"{name} {_format_score(float(values[row]), row in failed[name])}" for name, values in columns.items())
+        texts = {name: f"{values[row]:.4g}" if values[row].isfinite() else "none" for name, values in columns.items()}
+        cells = (f"{name} {'failed' if row in failed[name] else text}" for name, text in texts.items())
         console.print(f"{table.where(row)}: {', '.join(cells)}")
         console.print(f"    {excerpt(repr(pending.request.completions[row]))}")
         if details := remarks[row].get("details"):
@@ -79,10 +79,6 @@ def check(
     console.print(f"Took {seconds}, with {counted(pending.num_retries, 'retry', 'retries')}.")
     if pending.failures:
         raise typer.Exit(1)
-
-
-def _format_score(score: float, is_failure: bool) -> str:
-    return "failed" if is_failure else f"{score:.4g}" if math.isfinite(score) else "none"
 
 
 def _refuse_model(path: str) -> Any:

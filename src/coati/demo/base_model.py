@@ -28,12 +28,24 @@ def pretrain(
 ) -> list[float]:
     """Train the base model from scratch and save it with its tokenizer; return the loss of each step."""
     tokenizer = build_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        max_position_embeddings=CONTEXT_LENGTH,
+        tie_word_embeddings=False,
+        dtype="float32",
+        **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")},
+    )
     threads, mkldnn = torch.get_num_threads(), torch.backends.mkldnn.enabled
     set_up_cpu(1)  # rounding depends on the number of threads that share a sum
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
             torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also reseed the caller's GPUs
-            model = LlamaForCausalLM(_model_config(tokenizer, num_heads))
+            model = LlamaForCausalLM(config)
             losses = _train(model, tokenizer, random.Random(seed), steps, batch_size)
     finally:
         torch.set_num_threads(threads)
@@ -70,21 +82,6 @@ def _train(
         schedule.step()
         losses.append(loss.item())
     return losses
-
-
-def _model_config(tokenizer: PreTrainedTokenizerFast, num_heads: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        max_position_embeddings=CONTEXT_LENGTH,
-        tie_word_embeddings=False,
-        dtype="float32",
-        **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")},
-    )
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

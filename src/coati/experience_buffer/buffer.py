@@ -224,7 +224,7 @@ class LeasedBuffer(SampleBuffer):
     def describe_wait(self) -> str:
         """Describe which makers hold leases that the next batch needs."""
         with self._lock:
-            blocking, makers = self._ledger.blocked_by(), self._ledger.makers
+            blocking, makers = self._ledger.blocked_by(), list(self._ledger.paces)
         parts = [
             f"{maker} holds {count} of the groups that the next batch needs" if maker else f"{count} wait for a maker"
             for maker, count in blocking.items()

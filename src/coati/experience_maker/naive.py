@@ -278,7 +278,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             if self.algorithm.kl_in == "loss":
                 experience.reference_log_probs = references.masked_fill(~mask, 0.0)
         batch.metrics |= self._gap_watch.measure(self.actor, experience, version=self.policy_version)
-        if not batch.scores.is_in_background:  # a reward model must run before the next batch uses the GPU
+        if not scorer.reward.is_host_work:  # a reward model must run before the next batch uses the GPU
             batch.take_scores()
 
 

@@ -193,9 +193,8 @@ class ExperiencePipeline:
         num_groups = len(self._quarantined_groups)
         if batch.quarantined and num_groups > (limit := self.experience_maker.reward_model.max_quarantined):
             raise RewardError(
-                f"the reward failed on {counted(num_groups, 'group')} of this maker, more than "
-                f"reward.max_quarantined ({limit}). They are listed in quarantine.jsonl. The last: "
-                f"{batch.quarantined[-1]['error']}"
+                f"the reward failed on {counted(num_groups, 'group')} of this maker, more than reward.max_quarantined "
+                f"({limit}). They are listed in quarantine.jsonl. The last: {batch.quarantined[-1]['error']}"
             )
         return batch.experience
 

@@ -68,7 +68,7 @@ class Ledger:
         self._delivered: list[tuple[int, int]] = []  # heap of (deadline, number)
         self._due: Counter[int] = Counter()  # samples open or delivered, by deadline
         self._answers: dict[str, tuple[tuple[int, int], list[Lease] | None]] = {}  # to the last request, by maker
-        self._paces = Paces()
+        self.paces = Paces()  # by maker that has requested leases and has not been released
         self._taken_back: dict[Lease, str] = {}  # lease -> its slow maker, until that maker has ended it too
 
     # Calls of makers
@@ -90,7 +90,7 @@ class Ledger:
             return []
         if request_number == 1:  # a request of its predecessor may have arrived after `release`
             self.release(maker, "its maker was restarted")
-        pace = self._paces.setdefault(maker, Pace(since=now))
+        pace = self.paces.setdefault(maker, Pace(since=now))
         numbers: list[int] = []
         size = self.rules.group_size
         for _ in range(min(request.wanted, self._share(maker, now) - pace.held) // size):
@@ -118,7 +118,7 @@ class Ledger:
             for lease in refused:
                 self._end_late(lease, now, is_made=True)
         for lease in fresh:
-            self._paces[self._records[lease.number].maker].end(self.rules.group_size, now)
+            self.paces[self._records[lease.number].maker].end(self.rules.group_size, now)
         if fresh:
             self._change({"deliver": [lease.number for lease in fresh]})
         return fresh
@@ -131,7 +131,7 @@ class Ledger:
         if not self._is_open(lease):
             self._end_late(lease, now, is_made=False)
             return False
-        self._paces[self._records[lease.number].maker].end(self.rules.group_size, now, is_made=False)
+        self.paces[self._records[lease.number].maker].end(self.rules.group_size, now, is_made=False)
         self._change({fate: [lease.number], "reason": reason})
         return True
 
@@ -142,18 +142,13 @@ class Ledger:
     def _end_late(self, lease: Lease, now: float, *, is_made: bool) -> None:
         """Update the speed of a maker that ended a lease after it was taken back."""
         if (maker := self._taken_back.pop(lease, None)) is not None:
-            self._paces[maker].end(self.rules.group_size, now, is_made=is_made)
+            self.paces[maker].end(self.rules.group_size, now, is_made=is_made)
 
     # Makers that are gone or slow
 
-    @property
-    def makers(self) -> list[str]:
-        """Makers that have requested leases and have not been released."""
-        return list(self._paces)
-
     def release(self, maker: str, reason: str) -> list[int]:
         """Return the open leases of a maker that is gone, so they can be granted again. Return their numbers."""
-        self._paces.pop(maker, None)
+        self.paces.pop(maker, None)
         self._taken_back = {lease: name for lease, name in self._taken_back.items() if name != maker}
         if maker in self._answers:  # a retry of an earlier request must not get its leases
             self._answers[maker] = self._answers[maker][0], None
@@ -171,10 +166,10 @@ class Ledger:
         merely long response stays where it is.
         """
         size, numbers = self.rules.group_size, []
-        faster = {maker: self._paces.faster_than(maker, now) for maker in self._paces}
+        faster = {maker: self.paces.faster_than(maker, now) for maker in self.paces}
         records = [record for record in self._records.values() if record.state == "open" and not record.slow_maker]
         for record in sorted(records, key=lambda record: (record.deadline, record.number)):
-            paces = (self._paces[name] for name in faster.get(record.maker, ()))
+            paces = (self.paces[name] for name in faster.get(record.maker, ()))
             if (pace := next((pace for pace in paces if pace.room >= size), None)) is not None:
                 pace.room -= size
                 self._taken_back[Lease(record.number, record.epoch)] = record.maker
@@ -220,7 +215,7 @@ class Ledger:
     def _next_for(self, maker: str, now: float) -> int:
         """Return the number to grant this maker next: a returned one that it is fast enough for, or a new one."""
         for number in sorted(self._returned):
-            faster = self._paces.faster_than(self._records[number].slow_maker, now)
+            faster = self.paces.faster_than(self._records[number].slow_maker, now)
             if not faster or maker in faster:
                 return number
         return self.num_numbers * self.rules.num_streams + self.rules.stream
@@ -247,7 +242,7 @@ class Ledger:
 
     def _share(self, maker: str, now: float) -> int:
         """Return the number of samples that a maker may hold: an equal share among makers of about its speed."""
-        share = self.rules.limit // (1 + self._paces.num_rivals(maker, now))
+        share = self.rules.limit // (1 + self.paces.num_rivals(maker, now))
         return max(share, self.rules.group_size)
 
     def _room_until(self, deadline: int) -> int:

@@ -85,8 +85,10 @@ def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append one line per record to a file. NaN and infinity, which JSON lacks, become null (top level only)."""
-    rows = ({key: _finite(value) for key, value in record.items()} for record in records)
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    lines = []
+    for record in records:
+        bad = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+        lines.append(json.dumps({**record, **bad}, ensure_ascii=False) + "\n")
     # UTF-8 cannot encode a lone surrogate; backslashreplace writes it as the JSON escape.
     with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(lines)
@@ -134,7 +136,3 @@ def load_metrics(run: str | Path) -> "pandas.DataFrame":
         ) from None
     # The evaluation of the final model has a row of its own, with the number of the last step.
     return pandas.DataFrame(read_jsonl(Path(run) / "metrics.jsonl") or {"step": []}).groupby("step").first()
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -36,7 +36,6 @@ _LOST_SECONDS = 10.0
 _WARDEN_SECONDS = 30.0  # for the warden to kill leftover processes and delete the folder
 _LOOPBACK = "127.0.0.2"  # Ray would replace 127.0.0.1 by an address that other machines can reach
 
-
 PASSED_ON = (
     "PATH HOME USER LOGNAME SHELL TERM COLUMNS NO_COLOR LANG LC_* TZ TMPDIR XDG_* LD_* DYLD_* PYTHON* VIRTUAL_ENV "
     "CONDA_* CC CXX MALLOC_* COVERAGE_* COATI_* RAY_* CUDA_* CUBLAS_* NVIDIA_* HIP_* NCCL_* GLOO_* TORCH* PYTORCH_* "
@@ -272,7 +271,6 @@ def _check_resources(config: RunSettings) -> None:
         if need > have.get(kind, 0.0):
             raise ConfigError(
                 f"the run needs {counted(need, kind)} ({counted(topology.makers, 'maker')}, "
-                f"{counted(topology.trainers, 'trainer')}), "
-                f"but the cluster has {have.get(kind, 0.0):g}. Lower topology.makers, topology.trainers "
-                f"{'or their gpus_per_… settings, ' if kind == 'GPU' else ''}or add nodes."
+                f"{counted(topology.trainers, 'trainer')}), but the cluster has {have.get(kind, 0.0):g}. Lower "
+                f"topology.makers, topology.trainers{' or their gpus_per_… settings' * (kind == 'GPU')}, or add nodes."
             )

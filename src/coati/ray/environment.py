@@ -32,7 +32,7 @@ class ActorHost(Host):
             logger.setLevel(logging.DEBUG)
         if not self._is_actor:
             return
-        faults.set_actor(self.name)
+        faults.actor = self.name
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")

@@ -39,11 +39,6 @@ class PendingScores:
         self._future: Future[Tensor] | None = scorer.thread.run(self._score) if scorer.reward.is_host_work else None
 
     @property
-    def is_in_background(self) -> bool:
-        """Whether a thread computes the scores. Otherwise they are computed when the object is called."""
-        return self._future is not None
-
-    @property
     def is_ready(self) -> bool:
         """Whether a call would not wait: the scores are ready, or not computed on a thread."""
         return self._future is None or self._future.done()

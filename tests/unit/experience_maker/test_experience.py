@@ -131,7 +131,7 @@ def test_to_device_makes_no_graph():
 
 def test_pin_memory_without_cuda_does_nothing_and_logs_it_once(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    base._log_no_pinning.cache_clear()
+    base._log_once.cache_clear()
     values = tensors()
     experience = Experience(*values)
     with caplog.at_level(logging.DEBUG, logger="coati.experience"):

@@ -83,7 +83,7 @@ def test_deliveries_for_leases_from_before_a_restore_are_refused(first_epoch: in
     assert min(lease.epoch for lease in again) >= first_epoch
     assert restored.deliver([*before, *again], now=2.0) == again
     assert restored.events[1:] == [{"refuse": [0, 1]}, {"deliver": [0, 1]}]
-    assert replayed(ledger.rules, restored.events).makers == []  # replaying the events must work
+    assert replayed(ledger.rules, restored.events).paces == {}  # replaying the events must work
 
 
 def test_a_version_trains_on_the_groups_picked_for_it() -> None:

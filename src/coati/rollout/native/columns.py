@@ -65,8 +65,7 @@ class ColumnOperations:
         """Return the operation of a part of the model."""
         if (known := self._known.get(part)) is None:
             known = self._known[part] = make(part)
-        operation: Callable[[Any], Columns] = known
-        return operation
+        return known  # type: ignore[no-any-return]
 
     def product(self, layer: Any, columns: Columns) -> Columns:
         """Apply a linear layer, with or without adapters, or a `FusedLinear`."""
