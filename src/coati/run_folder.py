@@ -6,6 +6,7 @@ touched. The files of an earlier run stay until a new run starts to train, which
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -13,13 +14,13 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from coati.config import Overrides, RunSettings, dump_config, load_config, parse_overrides
 from coati.config.plan import read_json
-from coati.errors import ConfigError, RunStopped, error_text
+from coati.errors import ConfigError, DataError, RunStopped, error_text
 from coati.monitor import RunLog, read_jsonl
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ def open_run_folder(
 
     Yields a function to call when training begins. It deletes the files of an earlier run, unless that run is resumed,
     and writes the settings. Raises ConfigError if the folder cannot be used (see `check_run_folder`) or written. An
-    exception inside the block is written to `error.txt`, unless it is RunStopped or an earlier run is still there.
+    exception inside the block is written to `error.txt`, unless it is RunStopped or an earlier run is still there. It
+    gets a note with the command that continues the run, if there is a checkpoint.
     """
     folder = config.output_folder
     check_run_folder(config, overwrite=overwrite or is_resumed)
@@ -117,6 +119,8 @@ def open_run_folder(
         try:
             yield begin
         except Exception as error:
+            if is_own and any(folder.glob("checkpoints/version-*[0-9]")):
+                error.add_note(f"To continue from the newest checkpoint: coati train --resume {folder.resolve()}")
             with contextlib.suppress(OSError):
                 if is_own and not isinstance(error, RunStopped):
                     (folder / "error.txt").write_text(error_text(error), encoding="utf-8", errors="replace")
@@ -171,6 +175,33 @@ def _holder(file: TextIO) -> str:
         return f"pid {fields['pid']} on {fields['host']}"
     except (OSError, ValueError, TypeError, KeyError):  # the holder is still writing it
         return "pid unknown"
+
+
+# Prompts from memory
+
+
+def save_prompts(prompts: Any, config: RunSettings) -> RunSettings:
+    """Write prompts from memory to a JSONL file beside the output folder, and return settings with its path.
+
+    `prompts` is a list of texts or rows, or an object with `to_list`, such as a `datasets.Dataset`. The file's name
+    contains a hash of its content, so a run that is resumed finds the prompts that it started with.
+    """
+    rows = prompts.to_list() if hasattr(prompts, "to_list") else prompts
+    if isinstance(rows, str) or not isinstance(rows, Sequence):
+        raise DataError(
+            f"prompts must be a list of texts or rows (dicts), or a datasets.Dataset, got {type(prompts).__name__}. "
+            "Convert it, or write a file and set prompts.path."
+        )
+    column, output = config.prompts.column, config.output_folder
+    try:
+        text = "".join(json.dumps(row if isinstance(row, dict) else {column: row}) + "\n" for row in rows)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"prompts must be texts or dicts of JSON values: {error}. Convert the values.") from None
+    path = output.with_name(f"{output.name}-prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl")
+    with _as_config_error(output):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_atomically(path, text)
+    return config.model_copy(update={"prompts": config.prompts.model_copy(update={"path": str(path)})})
 
 
 # Scaling a running job

@@ -74,7 +74,7 @@ def main() -> None:
     try:
         app()
     except RunStopped as stop:
-        typer.echo(f"coati: {stop}", err=True)
+        typer.echo(f"coati: {error_text(stop)}", err=True)
         sys.exit(EXIT_STOPPED)
     except CoatiError as error:
         typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)

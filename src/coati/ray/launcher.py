@@ -53,9 +53,8 @@ class DetachedRun:
     def __post_init__(self) -> None:
         config = self.config = self.config.with_absolute_paths()
         self._folder = config.output_folder.resolve()
-        self._remedy = f"To continue from the newest checkpoint, if there is one: coati train --resume {self._folder}"
         self._factory = self.make_factory(config, parts=self.parts)
-        self._supervisor = Supervisor(config, self._factory, self.log, remedy=self._remedy)
+        self._supervisor = Supervisor(config, self._factory, self.log)
         self.log.state.restarts = self._supervisor.restarts.counts
 
     def run(self, model_path: str) -> None:
@@ -110,7 +109,7 @@ class DetachedRun:
         if not self._supervisor.has_begun:
             raise RunStopped("stopped before training began; there was nothing to save.")
         if self._supervisor.is_starting:
-            raise RunStopped(f"stopped while the trainers were restarting, so the model was not saved. {self._remedy}")
+            raise RunStopped("stopped while the trainers were restarting, so the model was not saved.")
         self._supervisor.stop()
 
     def _save(self, path: str, *, seconds: float) -> None:
@@ -130,7 +129,7 @@ class DetachedRun:
         if len(self._supervisor.trainers) == 1:
             build.save_after_failure(error, lambda place: self._save(place, seconds=_STOP_SECONDS), path, version)
         else:
-            error.add_note(f"A group of trainers cannot save the model after a failure. {self._remedy}")
+            error.add_note("A group of trainers cannot save the model after a failure.")
 
     def _show(self, message: str) -> None:
         self.log.state.message = message

@@ -67,10 +67,8 @@ class RunActor:
 class Restarts:
     """The restart budget of a run, `limit` restarts per hour, with exponential backoff for each actor."""
 
-    def __init__(self, limit: int, *, remedy: str = "") -> None:
-        """`remedy` ends the error message when the budget is exhausted."""
+    def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._remedy = remedy
         self._last: dict[str, tuple[float, float]] = {}  # time of the last restart, and the backoff before it
         self._recent: deque[float] = deque()
         self.counts: Counter[str] = Counter(makers=0, trainers=0)
@@ -83,7 +81,7 @@ class Restarts:
         if len(self._recent) >= self._limit:
             raise PeerDied(
                 f"{name} died: {error} No restarts left: topology.max_restarts allows "
-                f"{counted(self._limit, 'restart')} within an hour. {self._remedy}"
+                f"{counted(self._limit, 'restart')} within an hour."
             )
         self._recent.append(now)
         self.counts[kind] += 1

@@ -38,13 +38,11 @@ _DEATH_SECONDS = 20.0
 class Supervisor:
     """Supervises the makers and trainers of a run. Every wait is bounded."""
 
-    def __init__(self, config: RunSettings, factory: ActorFactory, log: RunLog, *, remedy: str = "") -> None:
-        """`remedy` ends the error message of a death that ends the run."""
+    def __init__(self, config: RunSettings, factory: ActorFactory, log: RunLog) -> None:
         self._config = config
         self._factory = factory
         self._log = log
-        self._remedy = remedy
-        self.restarts = Restarts(config.topology.max_restarts, remedy=remedy)
+        self.restarts = Restarts(config.topology.max_restarts)
         self.makers: dict[str, RunActor] = {}
         self.trainers: dict[str, RunActor] = {}
         self.target_makers = config.topology.makers  # target number of makers; may be changed at any time
@@ -149,16 +147,17 @@ class Supervisor:
             self._advance_makers()
         self._advance_trainers()
 
-    def fetch(self, timeout: float) -> None:
+    def fetch(self, timeout: float, only: RunActor | None = None) -> None:
         """Request reports from all actors concurrently, and log those that arrive within `timeout` seconds.
 
-        The others stay in flight and are read in a later call.
+        The others stay in flight and are read in a later call. `only` waits for one actor, and logs its report only.
         """
         for actor in self.actors:
             if actor.report_call is None:
                 actor.report_call = actor.peer.call("report", *actor.cursors)
                 actor.report_called_at = time.monotonic()
-        done = wait([actor.report_call for actor in self.actors if actor.report_call is not None], timeout).done
+        awaited = self.actors if only is None else [only]
+        done = wait([actor.report_call for actor in awaited if actor.report_call is not None], timeout).done
         for actor in self.actors:
             if actor.report_call in done:
                 call, actor.report_call = actor.report_call, None
@@ -208,7 +207,7 @@ class Supervisor:
         elif actor.name in self.trainers:
             actor.state = {"syncing": "synced", "training": "trained", "saving": "saved"}[actor.state]
         elif not self.is_stopping:
-            self.fetch(_LAST_FETCH_SECONDS)
+            self.fetch(_LAST_FETCH_SECONDS, actor)
             self._remove(actor, "left")
 
     def _handle_failure(self, actor: RunActor, error: BaseException) -> None:
@@ -247,7 +246,7 @@ class Supervisor:
     def _schedule_trainer_restart(self, dead: RunActor, error: BaseException) -> None:
         """Kill all trainers because one died, and schedule their restart; makers keep running."""
         if self.is_stopping:
-            raise PeerDied(f"{dead.name} died while the run was stopping: {error} {self._remedy}")
+            raise PeerDied(f"{dead.name} died while the run was stopping: {error}")
         seconds = self.restarts.count_death("trainers", dead.name, error)
         logger.error("%s died; restarting all trainers in %g s: %s", dead.name, seconds, error)
         for trainer in self.trainers.values():
