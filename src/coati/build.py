@@ -8,7 +8,7 @@ import os
 import pickle
 import tempfile
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from coati.config import RunSettings
+from coati.counting import counted
 from coati.devices import device_errors_explained
 from coati.errors import CoatiError, ConfigError
 from coati.experience_maker import NaiveExperienceMaker
@@ -29,6 +30,7 @@ from coati.prompts.stream import PromptStream
 from coati.prompts.table import PromptTable, load_prompts, looks_local
 from coati.rewards import RewardScorer, build_reward
 from coati.rewards.calling import OFFERED, keyword_parameters, load_reward_function
+from coati.rewards.function import GivenReward
 from coati.trainer.objective import load_loss
 from coati.trainer.ppo import PPOLearner, compile_blocks
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
@@ -41,7 +43,7 @@ logger = logging.getLogger(__name__)
 class Parts:
     """Components that a program supplies in place of those that settings describe."""
 
-    reward: Callable[..., Any] | None = None  # a reward function; None = the rewards in `[reward]`
+    reward: GivenReward | None = None  # reward functions; None = the rewards in `[reward]`
     learner: Callable[..., PPOLearner] = PPOLearner  # builds the learner; a subclass with another loss, for example
     maker: Callable[..., Any] = NaiveExperienceMaker  # builds the experience maker; a subclass, for example
 
@@ -81,7 +83,7 @@ def trainer_models(config: RunSettings, *, for_maker: bool = False) -> tuple[Act
 
 
 def maker_models(
-    config: RunSettings, reward: Callable[..., Any] | None = None
+    config: RunSettings, reward: GivenReward | None = None
 ) -> tuple[Actor, Critic | None, RewardScorer, Actor | None]:
     """Load a maker's actor, critic, reward and reference model. The reference is None if no KL is measured.
 
@@ -107,10 +109,8 @@ def load_actor(config: RunSettings, path: str) -> Actor:
     return actor.eval()
 
 
-def make_scorer(
-    config: RunSettings, function: Callable[..., Any] | None = None, *, compiled: bool = False
-) -> RewardScorer:
-    """Return the scorer for `function`, or for `[reward]` if it is None. `compiled` compiles reward models' blocks."""
+def make_scorer(config: RunSettings, given: GivenReward | None = None, *, compiled: bool = False) -> RewardScorer:
+    """Return the scorer for `[reward]`, of `given` functions if any. `compiled` compiles reward models' blocks."""
 
     def load_reward_model(path: str) -> RewardModel:
         model: RewardModel = _load_pretrained(config, "reward.model", path, RewardModel, device=_device(config))
@@ -127,7 +127,7 @@ def make_scorer(
         return model.eval()
 
     settings, paths = config.reward, config.reward_search_paths
-    reward = build_reward(settings, load_model=load_reward_model, search_paths=paths, function=function)
+    reward = build_reward(settings, load_model=load_reward_model, search_paths=paths, given=given)
     limits = {"retries": settings.retries, "max_quarantined": settings.max_quarantined}
     return RewardScorer(reward, load_tokenizer(config), **limits)
 
@@ -153,16 +153,16 @@ def check_inputs(config: RunSettings, *, has_reward: bool = False) -> None:
 
     attempt(_check_models, config)
     has_models = not errors  # otherwise the same load would fail again, after another network timeout
-    columns = attempt(_prompt_columns, config, has_models)
+    table = attempt(_prompt_table, config, has_models)
     num_errors = len(errors)
     if not has_reward:
-        attempt(_check_reward, config, columns)
+        attempt(_check_reward, config, table)
     is_settled = has_reward or len(errors) > num_errors  # given by a program, or reported: not checked again in sets
     for one in config.eval:
         label, own = f"eval {one.name!r}: ", config.for_evaluation(one)
-        columns = attempt(_prompt_columns, own, has_models, label=label)
+        table = attempt(_prompt_table, own, has_models, label=label)
         if not (is_settled and one.reward == config.reward):
-            attempt(_check_reward, own, columns, label=label)
+            attempt(_check_reward, own, table, label=label)
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         problem = 'rollout.engine = "vllm" needs vLLM, which is not installed.'
         errors.append(ConfigError(f"{problem} Run pip install '.[vllm]' in your clone of coati."))
@@ -195,12 +195,12 @@ def _check_models(config: RunSettings) -> None:
         )
 
 
-def _prompt_columns(config: RunSettings, has_models: bool) -> Collection[str]:
-    return make_prompts(config).columns if has_models else _load_prompt_table(config).other_columns
+def _prompt_table(config: RunSettings, has_models: bool) -> PromptTable:
+    return make_prompts(config).table if has_models else _load_prompt_table(config)
 
 
-def _check_reward(config: RunSettings, columns: Collection[str] | None) -> None:
-    """Load the reward. `columns` are those of the dataset; None if they could not be loaded."""
+def _check_reward(config: RunSettings, table: PromptTable | None) -> None:
+    """Load the reward, and check that the dataset has its columns; None means that it could not be loaded."""
     for index, part in enumerate(config.reward.parts):
         key = f"reward.terms[{index}]" if config.reward.terms else "reward"
         if part.model:
@@ -211,13 +211,22 @@ def _check_reward(config: RunSettings, columns: Collection[str] | None) -> None:
         except ConfigError as error:
             raise ConfigError(f"{key}.function: {error}") from error
         named, _ = keyword_parameters(function)
-        own = {parameter for parameter, is_required in named.items() if is_required and parameter not in part.columns}
-        if columns is not None and (missing := sorted({*own, *part.columns.values()} - {*OFFERED, *columns})):
+        own = {part.columns.get(parameter, parameter) for parameter, is_required in named.items() if is_required}
+        if table is None:
+            continue
+        columns = table.other_columns
+        if missing := sorted({*own, *part.columns.values()}.difference(OFFERED, columns)):
             raise ConfigError(
                 f"{key}.function {part.function!r} needs {missing[0]!r}, but a reward gets {', '.join(OFFERED)} and "
                 f"the dataset's columns ({', '.join(sorted(columns)) or 'none'}). Rename the parameter, give it a "
                 f"default, map it to a column in {key}.columns, or add the column."
             )
+        for name in sorted(own.difference(OFFERED)):
+            if without := [index for index, row in enumerate(table.rows) if row.get(name) is None]:
+                raise ConfigError(
+                    f"{key}.function {part.function!r} needs {name!r}, which {counted(len(without), 'prompt')} of "
+                    f"{len(table):,} lack, first {table.where(without[0])}. Add it, or give the parameter a default."
+                )
 
 
 def make_prompts(config: RunSettings, name: str = "[prompts]") -> PromptStream:
@@ -245,11 +254,6 @@ def ledger_rules(config: RunSettings, stream: int = 0) -> LedgerRules:
         stream=stream,
         num_streams=topology.trainers,
     )
-
-
-def journal_path(config: RunSettings, stream: int = 0) -> Path:
-    """Return the path of a trainer's ledger journal."""
-    return config.output_folder.resolve() / "ledger" / f"stream-{stream}.jsonl"
 
 
 def save_after_failure(error: Exception, save: Callable[[str], None], path: str, step: int) -> None:

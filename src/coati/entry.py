@@ -27,10 +27,12 @@ from coati.run_folder import (
     continue_files,
     open_run_folder,
     resumed_settings,
+    save_prompts,
 )
 
 if TYPE_CHECKING:
     from coati.ray.launcher import DetachedRun
+    from coati.rewards.function import GivenReward
     from coati.synchronous import SynchronousRun
     from coati.trainer.ppo import PPOLearner
 
@@ -93,7 +95,8 @@ def train(
     config: str | os.PathLike[str] | Mapping[str, Any] | RunSettings | None = None,
     *,
     resume: str | os.PathLike[str] | None = None,
-    reward: Callable[..., Any] | None = None,
+    prompts: Any = None,
+    reward: "GivenReward | None" = None,
     learner: "Callable[..., PPOLearner] | None" = None,
     maker: Callable[..., Any] | None = None,
     overrides: Overrides = (),
@@ -109,7 +112,10 @@ def train(
     Args:
         config: path of a TOML file, a dict of sections, or `RunSettings`.
         resume: in place of `config`, the output folder of a run to continue from its latest checkpoint.
-        reward: a reward function of prompts, completions and the dataset's columns; replaces `[reward]`.
+        prompts: a list of texts or of rows (dicts), or a `datasets.Dataset`; replaces `prompts.path`. It is written to
+            a file beside the output folder.
+        reward: a reward function of prompts, completions and the dataset's columns, or a list of functions, whose
+            scores are added up; replaces `[reward]`.
         learner: a class or factory that builds the learner, such as a subclass of `coati.PPOLearner`.
         maker: a class or factory that builds the maker, such as a subclass of `coati.NaiveExperienceMaker`.
         overrides: a dict of settings, nested or with dotted keys, or strings as for `--set`.
@@ -123,14 +129,19 @@ def train(
     Raises:
         ConfigError: if a setting or input is found to be invalid before training starts.
     """
-    parts = {"reward": reward, "learner": learner, "maker": maker}
-    for name, part in parts.items():
+    functions = reward if isinstance(reward, list | tuple) else [reward]
+    for name, part in [*(("reward", one) for one in functions), ("learner", learner), ("maker", maker)]:
         if part is not None and not callable(part):
             raise ConfigError(
                 f"{name} must be a function or a class, got {type(part).__name__}. "
                 "Use [reward] for rewards by name, reward models and weighted sums."
             )
-    settings = choose_settings(config, resume=resume, overrides=overrides, reward=reward, sync=sync)
+    has_prompts = prompts is not None
+    settings = choose_settings(
+        config, resume=resume, overrides=overrides, reward=reward, has_prompts=has_prompts, sync=sync
+    )
+    if has_prompts:
+        settings = save_prompts(prompts, settings)
     has = {"has_reward": reward is not None, "is_resumed": resume is not None}
     start = check_run(settings, **has, overwrite=overwrite, sync=sync, address=address)
     with contextlib.ExitStack() as stack:
@@ -142,7 +153,7 @@ def train(
             on_progress = stack.enter_context(LiveView(Console(stderr=True))).show
         return execute(
             settings,
-            parts=parts,
+            parts={"reward": reward, "learner": learner, "maker": maker},
             start=start,
             overwrite=overwrite,
             sync=sync,
@@ -158,7 +169,8 @@ def choose_settings(
     *,
     resume: str | os.PathLike[str] | None = None,
     overrides: Overrides = (),
-    reward: Callable[..., Any] | None = None,
+    reward: "GivenReward | None" = None,
+    has_prompts: bool = False,
     sync: bool = False,
 ) -> RunSettings:
     """Resolve the settings of a run from the arguments of `train`."""
@@ -166,10 +178,17 @@ def choose_settings(
         both = "resume takes its settings from the run. Remove config; change settings with overrides."
         none = "A run needs settings (CONFIG), or a run folder to continue (--resume). Got neither."
         raise ConfigError(none if config is None else both)
+    if resume is not None and has_prompts:
+        raise ConfigError("resume takes its prompts from the run. Remove prompts.")
     # With sync, one process alternates between sampling and training, so it is on-policy.
     fixed: dict[str, Any] = {"topology.max_staleness": 0} if sync else {}
+    if has_prompts:
+        fixed["prompts.path"] = "prompts.jsonl"  # until they are saved
     if reward is not None:  # it replaces every source in `[reward]`
-        fixed |= {"reward.function": _name_of(reward), "reward.model": "", "reward.terms": [], "reward.options": {}}
+        function, terms = (
+            (_name_of(reward), []) if callable(reward) else ("", [{"function": _name_of(one)} for one in reward])
+        )
+        fixed |= {"reward.function": function, "reward.model": "", "reward.terms": terms, "reward.options": {}}
     if overrides and not isinstance(overrides, Mapping):  # errors name --set
         overrides = [*overrides, *(f"{key}={spell(value)}" for key, value in fixed.items())]
     else:

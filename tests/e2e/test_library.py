@@ -35,6 +35,8 @@ def test_the_snippets_of_the_page_run(tmp_path, base_model, monkeypatch):
     assert list(names["metrics"].index) == [1, 2]
     assert names["cispo"].metrics["policy/loss"] != names["result"].metrics["policy/loss"]
     assert names["bounded"].config.reward.function == "__main__:brief"
+    row = names["both"].metrics
+    assert row["reward/mean"] == pytest.approx(row["reward/term_brief"] + row["reward/term_unique"])
 
 
 def test_the_example_with_actors_made_by_hand_learns(tmp_path):
@@ -65,6 +67,32 @@ def test_a_file_and_a_function_on_ray(film_run, forked_workers):
         coati.train(film_run, reward=good, sync=True)
 
 
+def test_prompts_and_functions_of_a_program_on_ray(film_run, forked_workers):
+    letters = "aeiou"
+
+    def vowels(completions):  # closures, which no module could name
+        return [float(sum(text.count(letter) for letter in letters)) for text in completions]
+
+    def offset(completions, base):
+        assert set(base) <= {1.5, 2.5}
+        return base
+
+    rows = [{"prompt": PROMPTS[0], "base": 1.5}, {"prompt": PROMPTS[1], "base": 2.5}]
+    settings = coati.load_config(film_run).model_dump()
+    settings["prompts"] = {}
+    settings["train"] |= {"total_steps": 2, "save_every": 1}
+    result = coati.train(settings, prompts=rows, reward=[vowels, offset])
+    num_steps = result.metrics["step"]
+    samples = [json.loads(line) for line in (result.folder / "samples.jsonl").read_text().splitlines()]
+    assert {sample["prompt"] for sample in samples} <= set(PROMPTS[:2])
+    assert all(sample["reward"] == sum(sample["terms"].values()) for sample in samples)
+    assert {sample["terms"]["offset"] for sample in samples} <= {1.5, 2.5}
+    continued = coati.train(
+        resume=result.folder, reward=[vowels, offset], overrides={"train.total_steps": 4}, sync=True
+    )
+    assert continued.metrics["step"] == continued.config.train.optimizer_steps == 2 * num_steps
+
+
 def test_progress_is_shown_on_a_terminal(film_run, monkeypatch):
     text = io.StringIO()
     monkeypatch.setattr(text, "isatty", lambda: True)
@@ -79,7 +107,9 @@ def test_what_cannot_run_is_told_before_anything_starts(film_run):
     with pytest.raises(ConfigError, match="one maker"):
         coati.train(film_run, overrides={"topology.makers": 2}, sync=True)
     with pytest.raises(ConfigError, match="reward must be"):
-        coati.train(film_run, reward=[lambda completions: [0.0]])
+        coati.train(film_run, reward="film_rewards:kind")
+    with pytest.raises(ConfigError, match="reward must be a function"):
+        coati.train(film_run, reward=[max, "film_rewards:kind"])
     with pytest.raises(ConfigError, match=r"train\.epochs"):
         coati.train(coati.load_config(film_run), overrides=["train.epochs=0"])
 

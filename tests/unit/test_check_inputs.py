@@ -185,6 +185,23 @@ def test_a_reward_parameter_without_a_column(folder):
     assert "reward.function: Reward 'regex': missing a required argument: 'pattern'" in problem
 
 
+def test_prompts_without_a_column_that_the_reward_requires(folder):
+    (folder / "rows_rewards.py").write_text(
+        "def wants(completions, solution): ...\ndef defaults(completions, solution=None): ...\n"
+    )
+    rows = ['"prompt": "a", "answer": "x"', '"prompt": "b"', '"prompt": "c", "answer": null']
+    (folder / "prompts.jsonl").write_text("\n\n".join(f"{{{row}}}" for row in rows))
+    mapped = "reward.columns.solution=answer"
+    (problem,) = problems("reward.function=rows_rewards:wants", mapped)
+    assert "needs 'answer', which 2 prompts of 3 lack, first prompts.jsonl:3." in problem
+    assert "give the parameter a default" in problem
+    assert problems("reward.function=rows_rewards:defaults", mapped) == []
+    (problem,) = problems(
+        'reward.function=""', 'reward.terms=[{ function = "rows_rewards:wants", columns = { solution = "answer" } }]'
+    )
+    assert problem.startswith("reward.terms[0].function")
+
+
 def test_a_corrupt_model_config(folder):
     (folder / "model/config.json").write_text("{")
     assert "config.json" in problems()[0]

@@ -62,6 +62,24 @@ def test_settings_and_a_run_to_resume_exclude_each_other(tmp_path, monkeypatch, 
         entry.choose_settings("long.toml", resume=tmp_path)
     with pytest.raises(ConfigError, match="Got neither"):
         entry.choose_settings(None)
+    with pytest.raises(ConfigError, match="prompts from the run"):
+        entry.choose_settings(None, resume=tmp_path, has_prompts=True)
+
+
+@pytest.mark.parametrize("overrides", [["train.epochs=2"], {"train": {"epochs": 2}}, ()])
+def test_several_reward_functions_are_terms_of_a_sum(overrides):
+    before = build_config(CONFIG.model_dump(), {"reward.function": "", "reward.model": "r"})
+    settings = entry.choose_settings(before, overrides=overrides, reward=[max, min], has_prompts=True)
+    assert [(term.function, term.label, term.weight) for term in settings.reward.terms] == [
+        ("builtins:max", "max", 1.0),
+        ("builtins:min", "min", 1.0),
+    ]
+    assert (settings.reward.function, settings.reward.model) == ("", "")
+    assert settings.train.epochs == (2 if overrides else CONFIG.train.epochs)
+    with pytest.raises(ConfigError, match="different names"):
+        entry.choose_settings(before, reward=[max, max])
+    with pytest.raises(ConfigError, match="exactly one of function, model and terms"):
+        entry.choose_settings(before, reward=[])
 
 
 def test_the_summary_of_a_run_ends_with_its_held_out_scores(tmp_path, capsys):

@@ -10,7 +10,8 @@ import pytest
 
 from coati.cli.main import main
 from coati.config import build_config, load_config
-from coati.errors import ConfigError, RewardError, RunStopped
+from coati.errors import ConfigError, DataError, RewardError, RunStopped
+from coati.prompts.table import load_prompts
 from coati.run_folder import (
     MARKER,
     RUN_FILES,
@@ -21,6 +22,7 @@ from coati.run_folder import (
     open_run_folder,
     resumed_settings,
     save_makers,
+    save_prompts,
 )
 
 
@@ -113,6 +115,31 @@ def test_a_failed_run_writes_its_error_to_its_own_folder_only(config, tmp_path, 
         assert not (out / "error.txt").exists()
     fail(begins=False, error=ValueError("unexpected"), is_resumed=True)
     assert (out / "error.txt").read_text().startswith("ValueError: unexpected\n")
+
+
+@pytest.mark.parametrize("error", [RewardError("no score"), RunStopped("stopped"), ValueError("unexpected")])
+def test_the_error_of_a_run_with_a_checkpoint_names_the_command_that_continues_it(config, tmp_path, error):
+    out = tmp_path / "out"
+
+    def notes_of_failure(*, begins=True, is_resumed=False):
+        with contextlib.suppress(type(error)), open_run_folder(config, overwrite=True, is_resumed=is_resumed) as begin:
+            if begins:
+                begin()
+            raise error
+        return getattr(error, "__notes__", [])
+
+    (out / "checkpoints" / "version-3").mkdir(parents=True)
+    assert notes_of_failure(begins=False) == [], "the checkpoint is the earlier run's"
+    assert notes_of_failure() == [], "there is no checkpoint yet"
+    (out / "checkpoints" / ".version-4").mkdir(parents=True)
+    (out / "checkpoints" / "version-4.damaged").mkdir()
+    assert notes_of_failure(is_resumed=True) == []
+    (out / "checkpoints" / "version-4").mkdir()
+    (note,) = notes_of_failure(is_resumed=True)
+    assert note.endswith(f"coati train --resume {out}")
+    assert (out / "error.txt").exists() != isinstance(error, RunStopped)
+    if (out / "error.txt").exists():
+        assert note in (out / "error.txt").read_text()
 
 
 def test_overwrite_deletes_what_runs_write_and_nothing_else(config, tmp_path):
@@ -296,3 +323,51 @@ def test_a_synchronous_run_cannot_be_scaled(config):
     with open_run_folder(config, overwrite=True, is_sync=True), pytest.raises(ConfigError, match="--sync"):
         ask_for_makers(config.output_folder, 2)
     assert not (config.output_folder / "control.json").exists()
+
+
+class Rows:
+    """Has its rows as a `datasets.Dataset` has them."""
+
+    def __init__(self, rows):
+        self._rows = rows
+
+    def to_list(self):
+        return self._rows
+
+
+def test_prompts_from_memory_are_saved_beside_the_run(tmp_path):
+    chat = [{"role": "user", "content": "häé?"}]
+    cases = (["a", "b"], ("a",), [{"prompt": "a", "answer": 3}, {"prompt": chat}], [chat], Rows([{"prompt": "a"}]))
+    paths = []
+    for prompts in cases:
+        saved = save_prompts(prompts, make_config(tmp_path))
+        path = Path(saved.prompts.path)
+        assert path.parent == tmp_path
+        rows = prompts._rows if isinstance(prompts, Rows) else prompts
+        expected = [row if isinstance(row, dict) else {"prompt": row} for row in rows]
+        assert load_prompts(path).rows == expected
+        assert save_prompts(prompts, make_config(tmp_path)) == saved, "a run that is repeated finds the same file"
+        paths.append(path)
+    assert paths[1] == paths[4], "the file is named by what it holds"
+    assert len(set(paths)) == len(cases) - 1
+    assert sorted(set(paths)) == sorted(tmp_path.iterdir())
+    own = save_prompts(["a"], make_config(tmp_path, prompts={"path": "p.jsonl", "column": "text"}))
+    assert load_prompts(own.prompts.path, column="text").rows == [{"text": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "problem"),
+    [
+        ("prompts.jsonl", "a list of texts or rows .*, got str"),
+        ({"prompt": "a"}, "a list of texts or rows .*, got dict"),
+        (iter(["a"]), "a list of texts or rows .*, got list_iterator"),
+        (["a", {"prompt": "b", "when": {1}}], "must be texts or dicts of JSON values: .* set "),
+    ],
+)
+def test_prompts_that_cannot_be_saved_are_an_error(tmp_path, prompts, problem):
+    with pytest.raises(DataError, match=problem):
+        save_prompts(prompts, make_config(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run\.output .* cannot be written"):
+        save_prompts(["a"], make_config(tmp_path, run={"output": str(tmp_path / "file" / "out")}))

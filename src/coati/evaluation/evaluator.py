@@ -28,6 +28,7 @@ from coati.experience_maker.base import MEMORY_REMEDY
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import looks_local
 from coati.rewards import RewardScorer
+from coati.rewards.function import GivenReward
 from coati.rollout import GenerateOptions, RolloutEngine, generate, make_engine, prepared
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Evaluator:
         config: RunSettings,
         settings: EvalSettings,
         scorers: dict[str, RewardScorer],  # cache that evaluators share, so that sets with equal rewards use one scorer
-        reward: Callable[..., Any] | None = None,  # replaces `[reward]`, for sets without a reward of their own
+        reward: GivenReward | None = None,  # replaces `[reward]`, for sets without a reward of their own
     ) -> None:
         self.settings = settings
         self._config = config.for_evaluation(settings)
@@ -84,7 +85,7 @@ class Evaluator:
         started, settings, stream = time.monotonic(), self.settings, self._prompts
         samples: list[dict[str, Any]] = []
         pending: Iterator[dict[str, Any]] = iter(())
-        num_prompts = min(settings.max_prompts or stream.num_prompts, stream.num_prompts)
+        num_prompts = min(settings.max_prompts or len(stream.table), len(stream.table))
         for first in range(0, num_prompts, settings.rollout.prompts_per_batch):
             if should_stop():
                 return None

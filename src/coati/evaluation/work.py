@@ -17,6 +17,7 @@ from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.monitor.metrics import append_jsonl
 from coati.peers import Peers
 from coati.rewards import RewardScorer
+from coati.rewards.function import GivenReward
 from coati.rollout import make_engine
 from coati.trainer.strategies import Strategy
 from coati.weights.served import ServedModels
@@ -30,7 +31,7 @@ class EvaluationWork:
     def __init__(
         self,
         config: RunSettings,
-        reward: Callable[..., Any] | None,
+        reward: GivenReward | None,
         strategy: Strategy,
         served: ServedModels,
         *,
@@ -39,7 +40,7 @@ class EvaluationWork:
         maker: str,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Create the evaluators. `reward` is a function of the user's program that replaces `[reward]`."""
+        """Create the evaluators. `reward` holds functions of the user's program, which replace `[reward]`."""
         self._config = config
         scorers: dict[str, RewardScorer] = {}
         self._evaluators = {one.name: Evaluator(config, one, scorers, reward) for one in config.eval}

@@ -51,15 +51,14 @@ class PromptStream:
         context_length: int | None = None,
         name: str = "[prompts]",
     ) -> None:
-        self.columns = table.other_columns
-        if taken := [name for name in self.columns if name in RESERVED_COLUMNS]:
+        if taken := [name for name in table.other_columns if name in RESERVED_COLUMNS]:
             raise DataError(
                 f"{table.source} has a column {taken[0]!r} besides the prompts in {table.column!r}, but this name is "
                 f"reserved. Rename the column. Reserved names: {', '.join(RESERVED_COLUMNS)}."
             )
         self.skipped: Counter[str] = Counter()  # number of positions so far, by reason
         self.samples_per_batch = rollout.prompts_per_batch * rollout.samples_per_prompt
-        self._table, self._tokenizer, self._seed, self._shuffle = table, tokenizer, seed, prompts.shuffle
+        self.table, self._tokenizer, self._seed, self._shuffle = table, tokenizer, seed, prompts.shuffle
         self._samples_per_prompt, self._max_new_tokens = rollout.samples_per_prompt, rollout.max_new_tokens
         self._levels = _levels(table, prompts.curriculum) if prompts.curriculum else None
         self._context_length, self._name = context_length, name
@@ -77,14 +76,9 @@ class PromptStream:
                 "prompts, raise prompts.max_tokens, or use a model with a longer context."
             )
 
-    @property
-    def num_prompts(self) -> int:
-        """Number of prompts in one pass."""
-        return len(self._table)
-
     def survey(self, limit: int = 0) -> Counter[str]:
         """Count the prompts that every pass skips or whose responses are cut short, by reason. 0 means no limit."""
-        prompts = map(self._prompt, range(len(self._table))[: limit or None])
+        prompts = map(self._prompt, range(len(self.table))[: limit or None])
         reasons = (one.drop_reason or CUT_SHORT * self._is_cut(one.tokens) for one in prompts)
         return Counter(filter(None, reasons))
 
@@ -98,7 +92,7 @@ class PromptStream:
         for number in numbers:
             ids = range(number * group_size, (number + 1) * group_size)
             position, repeat = divmod(ids.start, self._samples_per_prompt)
-            pass_number, place = divmod(position, len(self._table))
+            pass_number, place = divmod(position, len(self.table))
             prompt = self._prompt(row := self._order(pass_number)[place])
             if not prompt.drop_reason:
                 if self._is_cut(prompt.tokens):
@@ -110,20 +104,20 @@ class PromptStream:
             skipped[number] = prompt.drop_reason
             if repeat == 0:  # otherwise this position is already counted
                 self.skipped[prompt.drop_reason] += 1
-                where = f"first: {self._table.where(row)}; later ones are only counted"
+                where = f"first: {self.table.where(row)}; later ones are only counted"
                 self._warn_once(f"Skipping prompts {prompt.drop_reason}", where)
         return samples, skipped
 
     def _order_of(self, pass_number: int) -> Sequence[int]:
-        order: Sequence[int] = range(len(self._table))
+        order: Sequence[int] = range(len(self.table))
         if self._shuffle:
             order = keyed_generator(self._seed, pass_number, stream=STREAM_PROMPTS).permutation(len(order)).tolist()
         return order if self._levels is None else sorted(order, key=self._levels.__getitem__)
 
     def _encode(self, row: int) -> Sample:
         """Return the sample from which all samples of a row are copied; `drop_reason` is the reason to skip the row."""
-        prompt = self._table.rows[row][self._table.column]
-        where = f"{self._table.where(row)}: {self._table.column!r}"
+        prompt = self.table.rows[row][self.table.column]
+        where = f"{self.table.where(row)}: {self.table.column!r}"
         text = _render(prompt, self._tokenizer, where=where)
         if reason := self._skip_reason(1 + len(text) // _CHARACTERS_PER_TOKEN):
             return Sample(UNKNOWN_ID, [], drop_reason=reason)
@@ -132,7 +126,7 @@ class PromptStream:
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise DataError(f"{where} cannot be tokenized: {what}. Correct the text.") from error
-        columns = {"prompt": text, **{name: self._table.rows[row].get(name) for name in self.columns}}
+        columns = {"prompt": text, **{name: self.table.rows[row].get(name) for name in self.table.other_columns}}
         return Sample(UNKNOWN_ID, ids, columns=columns, drop_reason=self._skip_reason(len(ids)))
 
     def _tokenize(self, text: str, *, is_chat: bool) -> list[int]:

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class PromptTable:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
+    @cached_property
     def other_columns(self) -> list[str]:
         """All columns except the prompts, in order of first appearance. Rows need not have all of them."""
         return list(dict.fromkeys(name for row in self.rows for name in row if name != self.column))

@@ -17,6 +17,9 @@ from coati.rewards.calling import CallFailed, Verdict, call_function, load_rewar
 from coati.rewards.library import isolation_of
 from coati.rewards.process import RewardProcess
 
+# A reward of a program: a function, or functions whose scores are added up.
+GivenReward = Callable[..., Any] | Sequence[Callable[..., Any]]
+
 # Errors of a function that expects chat messages and gets a string.
 _READS_MESSAGES = re.compile(
     r"raised (TypeError: string indices|IndexError: string index|AttributeError: 'str' object has no attribute 'get')"
@@ -116,14 +119,14 @@ def build_reward(
     *,
     load_model: Callable[[str], nn.Module],
     search_paths: Sequence[Path] = (),
-    function: Callable[..., Any] | None = None,
+    given: GivenReward | None = None,
 ) -> Reward:
-    """Build the reward that `[reward]` describes, or one that calls `function`. ConfigError if it cannot be loaded.
+    """Build the reward that `[reward]` describes, of `given` functions if any. ConfigError if it cannot be loaded.
 
     `load_model` takes a path or hub name and returns a module that is called as `model(sequences, attention_mask)`.
     """
 
-    def build(part: RewardTerm) -> Reward:
+    def build(part: RewardTerm, function: Callable[..., Any] | None) -> Reward:
         if part.model and function is None:
             return ModelReward(load_model(part.model), part.label)
         called: Callable[..., Any] | RewardProcess
@@ -139,6 +142,7 @@ def build_reward(
             messages=part.messages,
         )
 
-    if settings.terms and function is None:
-        return WeightedSum([(build(term), term.weight) for term in settings.terms])
-    return build(settings.parts[0])
+    if callable(given) or (given is None and not settings.terms):
+        return build(settings.parts[0], given)
+    functions: Sequence[Any] = given or [None] * len(settings.terms)
+    return WeightedSum([(build(term, one), term.weight) for term, one in zip(settings.terms, functions, strict=True)])

@@ -203,7 +203,7 @@ def test_a_function_that_cannot_be_loaded_is_a_config_error(isolated):
 
 def test_a_function_passed_by_a_program():
     settings = RewardSettings(function="x:y", isolation="process")
-    reward = build_reward(settings, load_model=None, function=textwrap.dedent)  # any importable function
+    reward = build_reward(settings, load_model=None, given=textwrap.dedent)  # any importable function
     with pytest.raises(RewardError, match=r"the parameter 'text', but .* prompts, completions"):
         score(reward, request_of("a"))
     reward._process.kill()
