@@ -8,7 +8,7 @@ import os
 import pickle
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from coati.config import RunSettings
-from coati.counting import counted
 from coati.devices import device_errors_explained
 from coati.errors import CoatiError, ConfigError
 from coati.experience_maker import NaiveExperienceMaker
@@ -137,10 +136,10 @@ def load_tokenizer(config: RunSettings) -> Any:
     return _load_pretrained(config, "model.tokenizer", config.tokenizer_path, AutoTokenizer, padding_side="left")
 
 
-def check_inputs(config: RunSettings, *, has_reward: bool = False) -> None:
+def check_inputs(config: RunSettings, given: GivenReward | None = None) -> None:
     """Load prompts, reward functions, tokenizer and model configs, and report all problems in one error.
 
-    With `has_reward`, a program supplies the reward, and `[reward]` only names it.
+    `given` are the reward functions of a program, which `[reward]` only names.
     """
     errors: list[CoatiError] = []
 
@@ -155,14 +154,14 @@ def check_inputs(config: RunSettings, *, has_reward: bool = False) -> None:
     has_models = not errors  # otherwise the same load would fail again, after another network timeout
     table = attempt(_prompt_table, config, has_models)
     num_errors = len(errors)
-    if not has_reward:
-        attempt(_check_reward, config, table)
-    is_settled = has_reward or len(errors) > num_errors  # given by a program, or reported: not checked again in sets
+    attempt(_check_reward, config, table, given)
+    is_reported = len(errors) > num_errors
     for one in config.eval:
         label, own = f"eval {one.name!r}: ", config.for_evaluation(one)
         table = attempt(_prompt_table, own, has_models, label=label)
-        if not (is_settled and one.reward == config.reward):
-            attempt(_check_reward, own, table, label=label)
+        has_own = one.reward != config.reward
+        if has_own or not is_reported:
+            attempt(_check_reward, own, table, None if has_own else given, label=label)
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         problem = 'rollout.engine = "vllm" needs vLLM, which is not installed.'
         errors.append(ConfigError(f"{problem} Run pip install '.[vllm]' in your clone of coati."))
@@ -199,15 +198,18 @@ def _prompt_table(config: RunSettings, has_models: bool) -> PromptTable:
     return make_prompts(config).table if has_models else _load_prompt_table(config)
 
 
-def _check_reward(config: RunSettings, table: PromptTable | None) -> None:
+def _check_reward(config: RunSettings, table: PromptTable | None, given: GivenReward | None) -> None:
     """Load the reward, and check that the dataset has its columns; None means that it could not be loaded."""
-    for index, part in enumerate(config.reward.parts):
+    parts = config.reward.parts
+    functions: Sequence[Any] = [given] if callable(given) else given or [None] * len(parts)
+    for index, (part, function) in enumerate(zip(parts, functions, strict=True)):
         key = f"reward.terms[{index}]" if config.reward.terms else "reward"
-        if part.model:
+        if part.model and function is None:
             _load_pretrained(config, f"{key}.model", part.model, AutoConfig)
             continue
         try:
-            function = load_reward_function(part.function, config.reward_search_paths, part.options)
+            if function is None:
+                function = load_reward_function(part.function, config.reward_search_paths, part.options)
         except ConfigError as error:
             raise ConfigError(f"{key}.function: {error}") from error
         named, _ = keyword_parameters(function)
@@ -224,8 +226,8 @@ def _check_reward(config: RunSettings, table: PromptTable | None) -> None:
         for name in sorted(own.difference(OFFERED)):
             if without := [index for index, row in enumerate(table.rows) if row.get(name) is None]:
                 raise ConfigError(
-                    f"{key}.function {part.function!r} needs {name!r}, which {counted(len(without), 'prompt')} of "
-                    f"{len(table):,} lack, first {table.where(without[0])}. Add it, or give the parameter a default."
+                    f"{key}.function {part.function!r} needs {name!r}, but {len(without):,} of {len(table):,} prompts "
+                    f"have none, first {table.where(without[0])}. Add it, or give the parameter a default."
                 )
 
 

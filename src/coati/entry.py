@@ -129,21 +129,17 @@ def train(
     Raises:
         ConfigError: if a setting or input is found to be invalid before training starts.
     """
-    functions = reward if isinstance(reward, list | tuple) else [reward]
-    for name, part in [*(("reward", one) for one in functions), ("learner", learner), ("maker", maker)]:
-        if part is not None and not callable(part):
-            raise ConfigError(
-                f"{name} must be a function or a class, got {type(part).__name__}. "
-                "Use [reward] for rewards by name, reward models and weighted sums."
-            )
+    parts = {"reward": reward, "learner": learner, "maker": maker}
+    parts = {name: part for name, part in parts.items() if part is not None}
+    _check_parts(**parts)
     has_prompts = prompts is not None
     settings = choose_settings(
         config, resume=resume, overrides=overrides, reward=reward, has_prompts=has_prompts, sync=sync
     )
     if has_prompts:
+        check_run_folder(settings, overwrite=overwrite)
         settings = save_prompts(prompts, settings)
-    has = {"has_reward": reward is not None, "is_resumed": resume is not None}
-    start = check_run(settings, **has, overwrite=overwrite, sync=sync, address=address)
+    start = check_run(settings, parts, is_resumed=resume is not None, overwrite=overwrite, sync=sync, address=address)
     with contextlib.ExitStack() as stack:
         if on_progress is None and sys.stderr.isatty():
             from rich.console import Console
@@ -153,7 +149,7 @@ def train(
             on_progress = stack.enter_context(LiveView(Console(stderr=True))).show
         return execute(
             settings,
-            parts={"reward": reward, "learner": learner, "maker": maker},
+            parts=parts,
             start=start,
             overwrite=overwrite,
             sync=sync,
@@ -162,6 +158,16 @@ def train(
             on_progress=on_progress or (lambda _: None),
             should_stop=should_stop,
         )
+
+
+def _check_parts(*, reward: Any = None, **others: Any) -> None:
+    rewards = reward if isinstance(reward, list | tuple) else [reward]
+    for name, part in [*(("reward", one) for one in rewards), *others.items()]:
+        if not callable(part) and part is not None:
+            raise ConfigError(
+                f"{name} must be a function or a class, got {type(part).__name__}. "
+                "Use [reward] for rewards by name, reward models and weighted sums."
+            )
 
 
 def choose_settings(
@@ -185,11 +191,10 @@ def choose_settings(
     if has_prompts:
         fixed["prompts.path"] = "prompts.jsonl"  # until they are saved
     if reward is not None:  # it replaces every source in `[reward]`
-        function, terms = (
-            (_name_of(reward), []) if callable(reward) else ("", [{"function": _name_of(one)} for one in reward])
-        )
+        terms = [] if callable(reward) else [{"function": _name_of(one)} for one in reward]
+        function = _name_of(reward) if callable(reward) else ""
         fixed |= {"reward.function": function, "reward.model": "", "reward.terms": terms, "reward.options": {}}
-    if overrides and not isinstance(overrides, Mapping):  # errors name --set
+    if overrides and not isinstance(overrides, Mapping) and not fixed.get("reward.terms"):  # errors name --set
         overrides = [*overrides, *(f"{key}={spell(value)}" for key, value in fixed.items())]
     else:
         overrides = parse_overrides(overrides) | fixed
@@ -205,14 +210,14 @@ def choose_settings(
 
 
 def check_run(
-    config: RunSettings, *, has_reward: bool = False, is_resumed: bool, overwrite: bool, sync: bool, address: str | None
+    config: RunSettings, parts: Mapping[str, Any], *, is_resumed: bool, overwrite: bool, sync: bool, address: str | None
 ) -> StartingPoint | None:
     """Raise ConfigError or another CoatiError for every problem that can be detected before the run starts.
 
     Returns the starting point of a resumed run, its newest complete checkpoint; None for a new run.
     """
     if is_resumed:
-        check_incomplete(config)
+        check_incomplete(config, parts)
     else:
         check_inputs_outside(config)
     check_run_folder(config, overwrite=overwrite or is_resumed)
@@ -221,7 +226,7 @@ def check_run(
         logger.warning("model.trust_remote_code is on: code shipped with the models runs with your permissions.")
     from coati.build import check_inputs
 
-    check_inputs(config, has_reward=has_reward)
+    check_inputs(config, parts.get("reward"))
     return choose_start(config) if is_resumed else None
 
 
@@ -260,10 +265,10 @@ def execute(
 ) -> RunResult:
     """Train until the end or a stop, and save the model. A resumed run continues from `start`.
 
-    `on_begin` is called when everything is loaded and training begins. `parts` holds fields of `coati.build.Parts`.
+    `on_begin` is called when everything is loaded and training begins. `parts` has fields of `coati.build.Parts`.
     """
     started, train, folder = time.monotonic(), config.train, config.output_folder
-    open_folder = open_run_folder(config, overwrite=overwrite, is_resumed=start is not None, is_sync=sync)
+    open_folder = open_run_folder(config, parts or (), overwrite=overwrite, is_resumed=start is not None, is_sync=sync)
     with open_folder as begin_in_folder, contextlib.ExitStack() as stack:
 
         def begin() -> None:
@@ -309,7 +314,7 @@ def execute(
 def _run(config: RunSettings, log: RunLog, parts: Mapping[str, Any], *, sync: bool, **options: Any) -> None:
     from coati.build import Parts, quiet_transformers
 
-    options["parts"] = Parts(**{name: part for name, part in parts.items() if part is not None})
+    options["parts"] = Parts(**parts)
     run_class: type[SynchronousRun | DetachedRun]
     if sync:
         from coati.synchronous import SynchronousRun as run_class

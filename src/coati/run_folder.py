@@ -11,10 +11,11 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -81,14 +82,19 @@ def check_inputs_outside(config: RunSettings) -> None:
 
 @contextlib.contextmanager
 def open_run_folder(
-    config: RunSettings, *, overwrite: bool, is_resumed: bool = False, is_sync: bool = False
+    config: RunSettings,
+    parts: Collection[str] = (),
+    *,
+    overwrite: bool,
+    is_resumed: bool = False,
+    is_sync: bool = False,
 ) -> Iterator[Callable[[], None]]:
     """Create the output folder and lock it for a run inside the `with` block.
 
     Yields a function to call when training begins. It deletes the files of an earlier run, unless that run is resumed,
     and writes the settings. Raises ConfigError if the folder cannot be used (see `check_run_folder`) or written. An
     exception inside the block is written to `error.txt`, unless it is RunStopped or an earlier run is still there. It
-    gets a note with the command that continues the run, if there is a checkpoint.
+    gets a note with the command that continues the run, if there is a checkpoint; it has to pass `parts` again.
     """
     folder = config.output_folder
     check_run_folder(config, overwrite=overwrite or is_resumed)
@@ -113,18 +119,24 @@ def open_run_folder(
             file = stack.enter_context((folder / MARKER).open("a+", encoding="utf-8"))
             _lock(file, folder, fcntl.LOCK_EX)
             file.truncate(0)
-            json.dump({"pid": os.getpid(), "host": socket.gethostname(), "is_sync": is_sync}, file)
+            json.dump({"pid": os.getpid(), "host": socket.gethostname(), "is_sync": is_sync, "parts": [*parts]}, file)
             file.flush()
             _delete(folder, [_CONTROL])
         try:
             yield begin
         except Exception as error:
             if is_own and any(folder.glob("checkpoints/version-*[0-9]")):
-                error.add_note(f"To continue from the newest checkpoint: coati train --resume {folder.resolve()}")
+                error.add_note(f"To continue from the newest checkpoint: {_resume_command(folder, parts)}")
             with contextlib.suppress(OSError):
                 if is_own and not isinstance(error, RunStopped):
                     (folder / "error.txt").write_text(error_text(error), encoding="utf-8", errors="replace")
             raise
+
+
+def _resume_command(folder: Path, parts: Collection[str]) -> str:
+    path = str(folder.resolve())
+    given = "".join(f", {part}=..." for part in parts)
+    return f"coati.train(resume={path!r}{given})" if parts else f"coati train --resume {shlex.quote(path)}"
 
 
 def _write_atomically(path: Path, text: str) -> None:
@@ -187,12 +199,12 @@ def save_prompts(prompts: Any, config: RunSettings) -> RunSettings:
     contains a hash of its content, so a run that is resumed finds the prompts that it started with.
     """
     rows = prompts.to_list() if hasattr(prompts, "to_list") else prompts
-    if isinstance(rows, str) or not isinstance(rows, Sequence):
+    if isinstance(rows, str | bytes) or not isinstance(rows, Sequence) or not rows:
         raise DataError(
-            f"prompts must be a list of texts or rows (dicts), or a datasets.Dataset, got {type(prompts).__name__}. "
-            "Convert it, or write a file and set prompts.path."
+            f"prompts must be a list of texts or rows (dicts), or one split of a dataset, and not empty, got "
+            f"{prompts if prompts == [] else type(prompts).__name__}. Convert it, or write a file and set prompts.path."
         )
-    column, output = config.prompts.column, config.output_folder
+    column, output = config.prompts.column, config.output_folder.resolve()
     try:
         text = "".join(json.dumps(row if isinstance(row, dict) else {column: row}) + "\n" for row in rows)
     except (TypeError, ValueError) as error:
@@ -314,8 +326,14 @@ def _settings(folder: Path, overrides: Overrides) -> RunSettings:
     return config.model_copy(update={"run": run})
 
 
-def check_incomplete(config: RunSettings) -> None:
-    """Raise ConfigError if the run is complete: all steps are done, and the model was saved afterwards."""
+def check_incomplete(config: RunSettings, parts: Collection[str] = ()) -> None:
+    """Raise ConfigError if the run is complete, or was given a learner or maker that is not among `parts`."""
+    had = (read_json(config.output_folder / MARKER) or {}).get("parts", [])
+    if not set(had) <= {*parts, "reward"}:
+        raise ConfigError(
+            f"The run in {str(config.output_folder)!r} has parts of a program, which are not saved. Continue it with "
+            f"{_resume_command(config.output_folder, had)}."
+        )
     metrics, model = config.output_folder / "metrics.jsonl", config.output_folder / "model"
     if not (metrics.is_file() and model.is_dir()):
         return

@@ -193,13 +193,34 @@ def test_prompts_without_a_column_that_the_reward_requires(folder):
     (folder / "prompts.jsonl").write_text("\n\n".join(f"{{{row}}}" for row in rows))
     mapped = "reward.columns.solution=answer"
     (problem,) = problems("reward.function=rows_rewards:wants", mapped)
-    assert "needs 'answer', which 2 prompts of 3 lack, first prompts.jsonl:3." in problem
+    assert "needs 'answer', but 2 of 3 prompts have none, first prompts.jsonl:3." in problem
     assert "give the parameter a default" in problem
     assert problems("reward.function=rows_rewards:defaults", mapped) == []
     (problem,) = problems(
         'reward.function=""', 'reward.terms=[{ function = "rows_rewards:wants", columns = { solution = "answer" } }]'
     )
     assert problem.startswith("reward.terms[0].function")
+
+
+def test_functions_of_a_program_are_checked_too(folder):
+    def wants(completions, answer): ...
+
+    def short(completions): ...
+
+    (folder / "prompts.jsonl").write_text('{"prompt": "a", "answer": "x"}\n{"prompt": "b"}\n')
+    (folder / "none.jsonl").write_text('{"prompt": "a"}\n')
+    needed = ["model.path=./model", "prompts.path=prompts.jsonl", "reward.function=gone:wants"]
+    with pytest.raises(CoatiError, match=r"reward\.function 'gone:wants' needs 'answer', but 1 of 2 prompts have none"):
+        check_inputs(load_config(None, needed), wants)
+    check_inputs(load_config(None, needed), short)
+    sets = 'eval=[{ name = "a", prompts = { path = "none.jsonl" } }]'
+    terms = 'reward.terms=[{ function = "gone:short" }, { function = "gone:wants" }]'
+    with pytest.raises(CoatiError, match=r"^reward\.terms\[1\]\.function 'gone:wants' needs") as caught:
+        check_inputs(load_config(None, [*needed, "reward.function=", terms, sets]), [short, wants])
+    assert "eval" not in str(caught.value), "reported once"
+    (folder / "prompts.jsonl").write_text('{"prompt": "a", "answer": "x"}\n')
+    with pytest.raises(CoatiError, match=r"^eval 'a': reward\.terms\[1\]\.function .* a reward gets"):
+        check_inputs(load_config(None, [*needed, "reward.function=", terms, sets]), [short, wants])
 
 
 def test_a_corrupt_model_config(folder):

@@ -121,8 +121,9 @@ def test_a_failed_run_writes_its_error_to_its_own_folder_only(config, tmp_path, 
 def test_the_error_of_a_run_with_a_checkpoint_names_the_command_that_continues_it(config, tmp_path, error):
     out = tmp_path / "out"
 
-    def notes_of_failure(*, begins=True, is_resumed=False):
-        with contextlib.suppress(type(error)), open_run_folder(config, overwrite=True, is_resumed=is_resumed) as begin:
+    def notes_of_failure(*parts, begins=True, is_resumed=False):
+        folder = open_run_folder(config, parts, overwrite=True, is_resumed=is_resumed)
+        with contextlib.suppress(type(error)), folder as begin:
             if begins:
                 begin()
             raise error
@@ -137,6 +138,9 @@ def test_the_error_of_a_run_with_a_checkpoint_names_the_command_that_continues_i
     (out / "checkpoints" / "version-4").mkdir()
     (note,) = notes_of_failure(is_resumed=True)
     assert note.endswith(f"coati train --resume {out}")
+    del error.__notes__[:]
+    (note,) = notes_of_failure("reward", "maker", is_resumed=True)
+    assert note.endswith(f"coati.train(resume={str(out)!r}, reward=..., maker=...)")
     assert (out / "error.txt").exists() != isinstance(error, RunStopped)
     if (out / "error.txt").exists():
         assert note in (out / "error.txt").read_text()
@@ -335,7 +339,7 @@ class Rows:
         return self._rows
 
 
-def test_prompts_from_memory_are_saved_beside_the_run(tmp_path):
+def test_prompts_from_memory_are_saved_beside_the_run(tmp_path, monkeypatch):
     chat = [{"role": "user", "content": "häé?"}]
     cases = (["a", "b"], ("a",), [{"prompt": "a", "answer": 3}, {"prompt": chat}], [chat], Rows([{"prompt": "a"}]))
     paths = []
@@ -351,6 +355,9 @@ def test_prompts_from_memory_are_saved_beside_the_run(tmp_path):
     assert paths[1] == paths[4], "the file is named by what it holds"
     assert len(set(paths)) == len(cases) - 1
     assert sorted(set(paths)) == sorted(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    here = save_prompts(["a"], make_config(tmp_path, run={"output": "."})).prompts.path
+    assert Path(here).parent == tmp_path.parent
     own = save_prompts(["a"], make_config(tmp_path, prompts={"path": "p.jsonl", "column": "text"}))
     assert load_prompts(own.prompts.path, column="text").rows == [{"text": "a"}]
 
@@ -361,6 +368,8 @@ def test_prompts_from_memory_are_saved_beside_the_run(tmp_path):
         ("prompts.jsonl", "a list of texts or rows .*, got str"),
         ({"prompt": "a"}, "a list of texts or rows .*, got dict"),
         (iter(["a"]), "a list of texts or rows .*, got list_iterator"),
+        (b"abc", "a list of texts or rows .*, got bytes"),
+        ([], r"not empty, got \[\]"),
         (["a", {"prompt": "b", "when": {1}}], "must be texts or dicts of JSON values: .* set "),
     ],
 )

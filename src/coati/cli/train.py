@@ -25,7 +25,6 @@ from coati.run_folder import check_run_folder
 
 EXIT_STOPPED = 130  # the shell's status for a process ended by SIGINT
 
-
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also show the log messages of the actors.")]
 
 
@@ -62,7 +61,7 @@ def train(
     settings = entry.choose_settings(config, resume=resume, overrides=overrides or [], sync=sync)
     options: dict[str, Any] = {"overwrite": overwrite, "sync": sync, "address": address}
     with console.status("checking settings, models and prompts"):
-        start = entry.check_run(settings, is_resumed=is_resumed, **options | {"overwrite": overwrite or dry_run})
+        start = entry.check_run(settings, {}, is_resumed=is_resumed, **options | {"overwrite": overwrite or dry_run})
     plan = "\n".join([f"Plan of run {settings.run.name!r}", *(f"  {line}" for line in plan_lines(settings))])
     console.print(plan, markup=False, soft_wrap=True)
     if dry_run:

@@ -58,7 +58,6 @@ LOSSES: Mapping[str, LossRow] = MappingProxyType(
 _OF_CRITIC = ("adaptive_lam", "critic_warmup_steps")
 _OWN_LOSS = LossRow("own", weighs_age=True)
 
-
 _IN_LOSS = {"kl_in": "loss", "kl_coef": 0.0, "kl_estimator": "k3", "whiten_advantages": False}
 
 ALGORITHMS: Mapping[AlgorithmName, AlgorithmRow] = MappingProxyType(

@@ -84,8 +84,14 @@ class RewardSettings(RewardSource, section="reward"):
 
     @property
     def parts(self) -> tuple[RewardTerm, ...]:
-        """The terms, or the one function or model."""
-        return self.terms or (RewardTerm(**{key: getattr(self, key) for key in RewardSource.model_fields}),)
+        """The terms, or the one function or model. Your functions inherit `columns` and `messages` of the section."""
+        if not self.terms:
+            return (RewardTerm(**{key: getattr(self, key) for key in RewardSource.model_fields}),)
+        inherited = [
+            {"columns": one.columns or self.columns, "messages": one.messages or self.messages} for one in self.terms
+        ]
+        pairs = zip(self.terms, inherited, strict=True)
+        return tuple(term.model_copy(update=own) if ":" in term.function else term for term, own in pairs)
 
     @property
     def secrets(self) -> tuple[str, ...]:
@@ -97,9 +103,11 @@ class RewardSettings(RewardSource, section="reward"):
         ways = [key for key in ("function", "model", "terms") if getattr(self, key)]
         if len(ways) != 1:
             remedy = (
-                "Set one (--set reward.terms=[] removes a file's terms). To add rewards up, list them in reward.terms."
+                "Set one (--set reward.terms=[] removes a file's terms), or pass reward= in Python. To add rewards up, "
+                "list them in reward.terms."
             )
             yield "", "given as exactly one of function, model and terms", ways, remedy
         labels = [term.label for term in self.terms]
         if len(set(labels)) < len(labels):
-            yield "terms", "rewards with different names", labels, "Give each its own name."
+            remedy = "Set their names. In Python, define functions with def instead of lambda."
+            yield "terms", "rewards with different names", labels, remedy

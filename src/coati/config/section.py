@@ -112,10 +112,6 @@ def describe(model: type[Section], error: ValidationError) -> list[str]:
 
 def spell(value: Any) -> str:
     """Return a value as written in TOML, but floats as in Python."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {spell(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(spell, value)) + "]"
     return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
 
 

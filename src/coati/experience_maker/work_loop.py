@@ -11,7 +11,8 @@ batches, one at a time.
 
 Prompts are requested on a background thread, and only when they can start: a faster maker could use an idle lease. The
 request for free slots comes before the scoring of complete groups, so that its prompts start together with those that
-wait already. While more than `source.capacity` samples wait for their scores, no more are requested.
+wait already. While more than twice `source.capacity` samples wait for others of their group or for scores, no more are
+requested.
 """
 
 import dataclasses
@@ -124,11 +125,11 @@ class WorkLoop:
         if maker is None:
             return source.capacity if not pipeline.num_in_progress and len(self._pending) < 2 else None
         num_generating = maker.num_generating
-        num_pending = maker.num_complete + sum(len(batch.samples) for batch in self._pending)
+        num_pending = maker.num_in_progress - num_generating + sum(len(batch.samples) for batch in self._pending)
         room = min(source.capacity - num_generating, maker.room)
         min_room = max(source.min_samples, _MIN_FREE_FRACTION * (num_generating + room))
         is_enough = room >= min_room or not num_generating
-        return room if is_enough and num_pending <= source.capacity and pipeline.accepts_samples else None
+        return room if is_enough and num_pending <= 2 * source.capacity and pipeline.accepts_samples else None
 
     def _await_work(self, requested: "Future[Any]") -> bool:
         """Wait for requested work, and finish batches meanwhile. Return False if a stop comes first."""

@@ -33,7 +33,7 @@ class WorkSource(ABC):
     """Gives a maker its work and accounts for the outcome. The attributes default to those of a data loader."""
 
     wait_name = "wait_prompts"  # the timeline's name for waiting for prompts
-    capacity = 0  # number of samples in progress at once with continuous batching; 0 for whole batches
+    capacity = 0  # number of samples generated at once with continuous batching; 0 for whole batches
     min_samples = 1  # smallest number of samples that a request returns
     num_skipped = 0  # number of prompts skipped so far
     awaited = "the next batch of prompts. Check what the data loader waits for"

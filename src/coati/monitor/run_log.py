@@ -136,7 +136,11 @@ class RunLog:
                 if self._shows_warnings:
                     logger.warning("%s: %s", actor, record["warning"], extra={"kind": record["kind"]})
             elif "quarantined" in record:
-                self._quarantine({"version": record["version"], **record["quarantined"]})
+                sample = {"version": record["version"], **record["quarantined"]}
+                # Once: a group that is leased again has the same samples.
+                if sample["sample_id"] not in self._quarantined and len(self._quarantined) < _MAX_QUARANTINED:
+                    self._quarantined.add(sample["sample_id"])
+                    self._append("quarantine", [sample])
             elif "evaluation" in record:
                 self._add_evaluation(record["evaluation"])
             elif "batch" in record:
@@ -257,12 +261,6 @@ class RunLog:
     def _add_evaluation_metrics(self, found: Mapping[str, Any]) -> None:
         numbers = {f"eval/{found['name']}/{name}": found[name] for name in found.keys() - {"step", "time"}}
         self._evaluations.setdefault(found["version"], {}).update(_numbers(numbers))
-
-    def _quarantine(self, sample: Mapping[str, Any]) -> None:
-        """Write a quarantined sample, once: a group that is leased again has the same samples."""
-        if sample["sample_id"] not in self._quarantined and len(self._quarantined) < _MAX_QUARANTINED:
-            self._quarantined.add(sample["sample_id"])
-            self._append("quarantine", [sample])
 
     def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         """Append to a file. Losing a log must not end a run: after an error, the file is not written any more."""

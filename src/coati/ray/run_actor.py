@@ -81,7 +81,7 @@ class Restarts:
         if len(self._recent) >= self._limit:
             raise PeerDied(
                 f"{name} died: {error} No restarts left: topology.max_restarts allows "
-                f"{counted(self._limit, 'restart')} within an hour."
+                f"{counted(self._limit, 'restart')} within an hour. Find the cause in the actors' logs."
             )
         self._recent.append(now)
         self.counts[kind] += 1

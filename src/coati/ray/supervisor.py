@@ -188,8 +188,8 @@ class Supervisor:
     def _update_stall(self, maker: RunActor) -> None:
         """Release the leases of a maker that stops answering; the trainers refuse its late deliveries."""
         seconds, was_stalled = self._config.deadlines.stall_seconds, maker.is_stalled
-        is_late = maker.report_call is not None and time.monotonic() - maker.report_called_at >= seconds
-        maker.is_stalled = is_late and maker.state != "loading"
+        call, waited = maker.report_call, time.monotonic() - maker.report_called_at
+        maker.is_stalled = call is not None and not call.done() and waited >= seconds and maker.state != "loading"
         if maker.is_stalled and not was_stalled:
             logger.warning("%s has not answered for %g s; its leases are reassigned", maker.name, seconds)
             self._release_leases(maker.name, "does not respond")

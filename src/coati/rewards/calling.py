@@ -1,7 +1,6 @@
 """Loads reward functions by name, calls them, and checks what they return. Does not import torch."""
 
 import asyncio
-import concurrent.futures
 import difflib
 import functools
 import importlib
@@ -12,7 +11,7 @@ import math
 import numbers
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +28,6 @@ _EXCERPT_LENGTH = 80
 _DETAIL_CHARACTERS = 1000
 _MAX_DETAILS = 8
 _ONLY_IF_NAMED = ("timeout_seconds",)  # not passed to **kwargs, which get only lists with one value per sample
-
-
-_POLL_SECONDS = 0.5  # between looks at whether an event loop still runs
 
 
 class CallFailed(Exception):
@@ -139,9 +135,11 @@ def call_function(function: Callable[..., Any], offered: Mapping[str, Any], expe
     if takes_others:
         named |= dict.fromkeys(offered.keys() - bound_options(function) - set(_ONLY_IF_NAMED), False)
     returned = function(**{name: value for name, value in offered.items() if name in named})
-    if inspect.isawaitable(returned):
-        returned = _awaited(returned)
-    return read_verdicts(returned, expected)
+
+    async def result() -> Any:
+        return await returned
+
+    return read_verdicts(asyncio.run(result()) if inspect.isawaitable(returned) else returned, expected)
 
 
 def read_verdicts(returned: Any, expected: int) -> list[Verdict]:
@@ -175,28 +173,6 @@ def recorded(value: Any) -> Any:
     except (ValueError, RecursionError):  # NaN, a cycle, or nested too deeply
         return str(value) if isinstance(value, float) else type(value).__name__
     return json.loads(text) if len(text) <= _DETAIL_CHARACTERS else text[:_DETAIL_CHARACTERS]
-
-
-def _awaited(awaitable: Awaitable[Any]) -> Any:
-    """Wait for an awaitable: a pending future or task on its own event loop, which runs on another thread."""
-
-    async def wait() -> Any:
-        return await awaitable
-
-    if not asyncio.isfuture(awaitable) or awaitable.done():
-        return asyncio.run(wait())
-    loop = awaitable.get_loop()
-    if loop.is_running():
-        result = asyncio.run_coroutine_threadsafe(waiting := wait(), loop)
-        while loop.is_running() and not result.done():
-            concurrent.futures.wait([result], timeout=_POLL_SECONDS)
-        if result.done():
-            return result.result()
-        waiting.close()
-    raise CallFailed(
-        "returned a future of an event loop that is not running",
-        "Run the loop on a thread of its own, or make the function async",
-    )
 
 
 def _as_list(returned: Any, expected: int) -> list[Any] | None:

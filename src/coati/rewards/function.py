@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from torch import nn
@@ -83,7 +84,7 @@ class FunctionReward(Reward):
             offered[key] = [[{"role": role, "content": text}] for text in texts] if self._messages else texts
         if request.completion_ids is not None:
             offered["completion_ids"] = request.completion_ids
-        return offered | {"timeout_seconds": min(self.timeout_seconds, request.timeout_seconds)}
+        return offered | {"timeout_seconds": min(self.timeout_seconds, request.timeout_seconds, TIMEOUT_MAX)}
 
     def _call(self, offered: Mapping[str, Any], request: RewardRequest) -> list[Verdict]:
         """Call the function on a daemon thread, and wait until it returns or the deadline passes."""
@@ -145,4 +146,4 @@ def build_reward(
     if callable(given) or (given is None and not settings.terms):
         return build(settings.parts[0], given)
     functions: Sequence[Any] = given or [None] * len(settings.terms)
-    return WeightedSum([(build(term, one), term.weight) for term, one in zip(settings.terms, functions, strict=True)])
+    return WeightedSum([(build(term, one), term.weight) for term, one in zip(settings.parts, functions, strict=True)])

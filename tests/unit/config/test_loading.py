@@ -170,7 +170,7 @@ BROKEN = [
     ("lora.alpha=0", "greater than 0", "0", "default, 16.0"),
     ("lora.target_modules=[1]", "a valid string", "1", "default, []"),
     ('lora.target_modules="q"', "a list of strings", '"q"', "default, []"),
-    ("reward.environment={ a = 1 }", "a list of strings", "{a = 1}", "default, []"),
+    ("reward.environment={ a = 1 }", "a list of strings", '{"a": 1}', "default, []"),
     ("algorithm.eps_clip=-0.1", "greater than 0", "-0.1", "default, 0.2"),
     ("algorithm.name=[3]", "'ppo', 'grpo'", "[3]", 'default, "ppo"'),
     ("deadlines.batch_seconds=0", "greater than 0", "0", "default, 1800.0"),

@@ -202,6 +202,21 @@ def test_the_longest_sample_of_a_group_leaves_no_slots_idle():
     assert rig.engine.most == 8
 
 
+def test_samples_that_wait_for_their_group_are_bounded():
+    most = 0
+
+    def count(_):
+        nonlocal most
+        wait_for_rewards(rig)
+        most = max(most, rig.maker.num_in_progress)
+
+    # The first sample of each group is long, so that the others wait for it.
+    rig = Rig(lambda one: 60 if one % 8 == 0 else 1, total=512, capacity=16, group_size=8, on_step=count)
+    assert len(rig.run()) == 512
+    assert rig.engine.most == 16
+    assert 32 < most <= 3 * 16, "a slot is not idle, and at most twice as many samples wait"
+
+
 def test_a_group_is_scored_and_sent_whole():
     lengths = [9 if one == 5 else 1 + one % 3 for one in range(12)]
     rig = Rig(lengths.__getitem__, group_size=4, capacity=8, on_step=lambda _: wait_for_rewards(rig))

@@ -62,5 +62,5 @@ def test_models_with_remote_code_are_created_from_their_config(config, model_cla
 @pytest.mark.parametrize("trust", [False, True])
 def test_trusting_remote_code_logs_a_warning(config, trust, caplog):
     with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match=r"p\.jsonl"):
-        entry.check_run(config(trust), is_resumed=False, overwrite=False, sync=True, address=None)
+        entry.check_run(config(trust), {}, is_resumed=False, overwrite=False, sync=True, address=None)
     assert ("trust_remote_code" in caplog.text) == trust

@@ -141,6 +141,28 @@ def test_makers_that_leave_finish_their_work_and_release_the_rest(stage, caplog,
     stage.check_consistent()
 
 
+def test_a_maker_that_answers_is_not_stalled_while_others_leave_without_a_word(stage, monkeypatch):
+    stage.scale_to(4)
+    leaving = [f"maker-{number}" for number in (1, 2, 3)]
+    held = [stage.peers.hold(name, "report", nth=2) for name in leaving]
+    fetch = Supervisor.fetch
+
+    def slow_fetch(crew, timeout, only=None):
+        if only is not None:
+            CLOCK.now += 0.6 * crew._config.deadlines.stall_seconds  # as if it was waited for
+            timeout = 0.05
+        fetch(crew, timeout, only)
+
+    monkeypatch.setattr(Supervisor, "fetch", slow_fetch)
+    del stage.story[:]
+    stage.crew.target_makers = 1
+    stage.until(lambda: sorted(stage.killed) == leaving)
+    for one in held:
+        one.release()
+    assert ("release", "maker-0", "does not respond") not in stage.story
+    stage.check_consistent()
+
+
 def test_a_new_maker_may_reuse_a_name_once_it_is_free(stage):
     stage.scale_to(2)
     first, held = stage.peers["maker-1"], stage.peers.hold("maker-1", "stop")

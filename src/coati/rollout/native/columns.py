@@ -24,7 +24,6 @@ Floats = NDArray[Any]
 """float32 or float64."""
 Integers = NDArray[np.int64]
 
-
 # Limits of the model, not of a batch, because a sample's bits must not depend on others. With 8 layers of 512, columns
 # take 1.3 times as long as rows at 64 positions, and 2.8 times at 1,000.
 MAX_WEIGHTS = 1 << 22
@@ -49,7 +48,7 @@ Attention = Callable[[Columns, Any, Floats], Columns]
 
 
 class ColumnOperations:
-    """What `TorchOperations` computes in a decode step, of columns, for weights that stay in place.
+    """What `TorchOperations` computes in a decode step, of columns, for weights that stay in place and threads that stay as many.
 
     Each result stays valid until the same operation is called again: its memory is used again, which saves time.
     """
