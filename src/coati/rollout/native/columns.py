@@ -48,9 +48,9 @@ Attention = Callable[[Columns, Any, Floats], Columns]
 
 
 class ColumnOperations:
-    """What `TorchOperations` computes in a decode step, of columns, for weights that stay in place and threads that stay as many.
+    """What `TorchOperations` computes in a decode step, of columns, for weights that stay in place.
 
-    Each result stays valid until the same operation is called again: its memory is used again, which saves time.
+    The number of threads must stay. Each result stays valid until the same operation is called again: its memory is used again, which saves time.
     """
 
     def __init__(self, geometry: Geometry, dtype: torch.dtype) -> None:
