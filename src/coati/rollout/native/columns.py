@@ -50,7 +50,7 @@ Attention = Callable[[Columns, Any, Floats], Columns]
 class ColumnOperations:
     """What `TorchOperations` computes in a decode step, of columns, for weights that stay in place.
 
-    The number of threads must stay. Each result stays valid until the same operation is called again: its memory is used again, which saves time.
+    The number of threads must stay. A result stays valid until its operation is called again, which uses its memory.
     """
 
     def __init__(self, geometry: Geometry, dtype: torch.dtype) -> None:
