@@ -323,7 +323,7 @@ def test_a_run_refuses_vocabularies_that_do_not_go_together(key, size, is_wrong,
         model["reference"] = str(tmp_path)
     config = config_of(model=model, prompts={"path": str(tmp_path / "prompts.jsonl")}, rollout={"max_new_tokens": 4})
     with pytest.raises(ConfigError, match="share a vocabulary") if is_wrong else contextlib.nullcontext():
-        build.check_inputs(config, has_reward=True)
+        build.check_inputs(config, len)
 
 
 def test_prompts_of_a_model_without_a_config_name_the_model(tmp_path):
