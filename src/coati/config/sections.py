@@ -72,7 +72,7 @@ class PromptSettings(Section, section="prompts"):
     path: str = setting(
         ...,
         "A .jsonl, .json, .csv or .parquet file, a `datasets` folder, or the hub name of a dataset.",
-        remedy='Set prompts.path, for example prompts.path = "prompts.jsonl".',
+        remedy='Set prompts.path, for example prompts.path = "prompts.jsonl", or pass prompts= in Python.',
         min_length=1,
     )
     split: str = setting("train", "Split of a `datasets` folder or hub dataset; a file has only one.", min_length=1)
