@@ -20,8 +20,8 @@ from coati.monitor.follow import following
 from coati.monitor.records import WarningsFile
 from coati.run_folder import (
     StartingPoint,
-    check_incomplete,
     check_inputs_outside,
+    check_resumable,
     check_run_folder,
     choose_start,
     continue_files,
@@ -132,11 +132,10 @@ def train(
     parts = {"reward": reward, "learner": learner, "maker": maker}
     parts = {name: part for name, part in parts.items() if part is not None}
     _check_parts(**parts)
-    has_prompts = prompts is not None
     settings = choose_settings(
-        config, resume=resume, overrides=overrides, reward=reward, has_prompts=has_prompts, sync=sync
+        config, resume=resume, overrides=overrides, reward=reward, has_prompts=prompts is not None, sync=sync
     )
-    if has_prompts:
+    if prompts is not None:
         check_run_folder(settings, overwrite=overwrite)
         settings = save_prompts(prompts, settings)
     start = check_run(settings, parts, is_resumed=resume is not None, overwrite=overwrite, sync=sync, address=address)
@@ -217,7 +216,7 @@ def check_run(
     Returns the starting point of a resumed run, its newest complete checkpoint; None for a new run.
     """
     if is_resumed:
-        check_incomplete(config, parts)
+        check_resumable(config, parts)
     else:
         check_inputs_outside(config)
     check_run_folder(config, overwrite=overwrite or is_resumed)

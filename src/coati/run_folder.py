@@ -27,12 +27,13 @@ from coati.monitor import RunLog, read_jsonl
 logger = logging.getLogger(__name__)
 
 MARKER = ".coati-run"
+_PARTS = "parts.json"  # names of the parts that a program gave to the run
 
 # The results of a run, which are replaced only with --overwrite.
 _RESULTS = ("samples.jsonl", "checkpoints", "model", "model-at-failure", "best")
 _RECORDS = (
     *("config.toml", "metrics.jsonl", "spans.jsonl", "quarantine.jsonl", "tensorboard", "trackers", "report.html"),
-    *("ledger", "ray-logs", "warnings.log", "evaluations.jsonl", "evaluations", "error.txt"),
+    *("ledger", "ray-logs", "warnings.log", "evaluations.jsonl", "evaluations", "error.txt", _PARTS),
 )
 _CONTROL = "control.json"
 
@@ -106,6 +107,8 @@ def open_run_folder(
             path, settings = folder / "config.toml", dump_config(config.with_absolute_paths())
             is_own = True
             _delete(folder, ("error.txt",) if is_resumed else _RESULTS + _RECORDS)
+            if parts:
+                _write_atomically(folder / _PARTS, json.dumps({"parts": [*parts]}))
             if is_resumed:
                 if path.read_text(encoding="utf-8") == settings:
                     return
@@ -119,7 +122,7 @@ def open_run_folder(
             file = stack.enter_context((folder / MARKER).open("a+", encoding="utf-8"))
             _lock(file, folder, fcntl.LOCK_EX)
             file.truncate(0)
-            json.dump({"pid": os.getpid(), "host": socket.gethostname(), "is_sync": is_sync, "parts": [*parts]}, file)
+            json.dump({"pid": os.getpid(), "host": socket.gethostname(), "is_sync": is_sync}, file)
             file.flush()
             _delete(folder, [_CONTROL])
         try:
@@ -326,9 +329,9 @@ def _settings(folder: Path, overrides: Overrides) -> RunSettings:
     return config.model_copy(update={"run": run})
 
 
-def check_incomplete(config: RunSettings, parts: Collection[str] = ()) -> None:
+def check_resumable(config: RunSettings, parts: Collection[str] = ()) -> None:
     """Raise ConfigError if the run is complete, or was given a learner or maker that is not among `parts`."""
-    had = (read_json(config.output_folder / MARKER) or {}).get("parts", [])
+    had = (read_json(config.output_folder / _PARTS) or {}).get("parts", [])
     if not set(had) <= {*parts, "reward"}:
         raise ConfigError(
             f"The run in {str(config.output_folder)!r} has parts of a program, which are not saved. Continue it with "

@@ -8,7 +8,7 @@ import pytest
 from coati.config import build_config, dump_config
 from coati.entry import choose_settings
 from coati.errors import CheckpointError, ConfigError
-from coati.run_folder import MARKER, StartingPoint, check_incomplete, choose_start, open_run_folder, resumed_settings
+from coati.run_folder import MARKER, StartingPoint, check_resumable, choose_start, open_run_folder, resumed_settings
 
 
 @pytest.fixture
@@ -78,18 +78,21 @@ def test_a_complete_run_cannot_be_resumed(folder, steps, is_saved):
         os.utime(folder / "model", ns=(0, 0))
     config = resumed_settings(folder, ["train.total_steps=4"])
     with pytest.raises(ConfigError, match="complete") if steps == 4 and is_saved else contextlib.nullcontext():
-        check_incomplete(config)
-    check_incomplete(resumed_settings(folder, ["train.total_steps=5"]))
+        check_resumable(config)
+    check_resumable(resumed_settings(folder, ["train.total_steps=5"]))
 
 
 def test_a_run_with_parts_of_a_program_is_not_resumed_without_them(folder):
     config = resumed_settings(folder, [])
     (folder / MARKER).touch()
-    with open_run_folder(config, ["reward", "learner"], overwrite=True, is_resumed=True):
-        pass
+    (folder / "ledger").mkdir(exist_ok=True)
+    with open_run_folder(config, ["reward", "learner"], overwrite=True, is_resumed=True) as begin:
+        begin()
+    with open_run_folder(config, overwrite=True):
+        pass  # a new run that fails before it trains, which leaves the earlier one
     with pytest.raises(ConfigError, match=r"coati\.train\(resume='.*', reward=\.\.\., learner=\.\.\.\)"):
-        check_incomplete(config, ["maker"])
-    check_incomplete(config, ["learner"])  # a reward is loaded by its name
+        check_resumable(config, ["maker"])
+    check_resumable(config, ["learner"])  # a reward is loaded by its name
 
 
 def test_trainers_restart_from_the_beginning_only_without_any_checkpoint(folder, caplog):

@@ -87,11 +87,9 @@ class RewardSettings(RewardSource, section="reward"):
         """The terms, or the one function or model. Your functions inherit `columns` and `messages` of the section."""
         if not self.terms:
             return (RewardTerm(**{key: getattr(self, key) for key in RewardSource.model_fields}),)
-        inherited = [
-            {"columns": one.columns or self.columns, "messages": one.messages or self.messages} for one in self.terms
-        ]
-        pairs = zip(self.terms, inherited, strict=True)
-        return tuple(term.model_copy(update=own) if ":" in term.function else term for term, own in pairs)
+        shared = {"columns": self.columns, "messages": self.messages}
+        own = ({key: getattr(one, key) or shared[key] for key in shared if ":" in one.function} for one in self.terms)
+        return tuple(one.model_copy(update=update) for one, update in zip(self.terms, own, strict=True))
 
     @property
     def secrets(self) -> tuple[str, ...]:
