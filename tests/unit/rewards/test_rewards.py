@@ -136,6 +136,7 @@ def test_a_function_written_for_chat_datasets_gets_messages():
     assert [part.columns for part in settings.parts] == [{"a": "d"}, {}, {"b": "c"}]
     made = build_reward(settings, load_model=None, given=[of_trl, max, min])
     assert [reward._messages for reward, _ in made.terms] == [True, False, True]
+    assert [reward._function.args for reward, _ in made.terms] == [(of_trl,), (max,), (min,)]
     with pytest.raises(ValueError, match="function is your own"):
         RewardSettings(function="length", messages=True)
 
