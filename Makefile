@@ -74,7 +74,7 @@ chaos: $(STAMP)
 		tests/ray/test_cluster.py tests/unit/ledger
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -m "not long" tests/unit
+	$(PYTEST) -m "not long" tests/unit
 
 coverage: $(STAMP)
 	$(BIN)/python -m pytest -m "not long" tests/unit -q --cov=coati.algos --cov=coati.experience_maker --cov=coati.experience_buffer \

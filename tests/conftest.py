@@ -58,6 +58,19 @@ def forget_rewards():
     sys.modules.pop("rewards", None)
 
 
+@pytest.fixture
+def one_thread():
+    """Rounding depends on the number of threads that share a sum."""
+    import torch
+
+    from coati.devices import set_up_cpu
+
+    before = torch.get_num_threads()
+    set_up_cpu(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def forked_workers():
     """Workers of Rays that this process starts are forked from one that has imported everything."""

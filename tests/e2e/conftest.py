@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from evaluation_sets import config_of, words  # noqa: F401
 
 from coati.cli.main import main
 from coati.demo.base_model import pretrain

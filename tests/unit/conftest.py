@@ -9,15 +9,8 @@ VOCABULARY = 11
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    import torch
-
-    from coati.devices import set_up_cpu
-
-    before = torch.get_num_threads()
-    set_up_cpu(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread):
+    pass
 
 
 # Far from uniform, so that wrong tokens have clearly wrong log-probs.

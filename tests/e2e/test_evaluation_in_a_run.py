@@ -9,6 +9,8 @@ from coati.evaluation.evaluator import evaluate_model
 from coati.ledger.audit import audit_run
 from coati.monitor import read_jsonl
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HELD_OUT = {"rollout": {"samples_per_prompt": 4}, "every": 2}
 
 

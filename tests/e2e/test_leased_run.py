@@ -33,6 +33,8 @@ from coati.ledger.journal import Journal
 from coati.peers import LocalPeers
 from coati.weights.served import ServedModels, VerifiedUpdate
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SECONDS = 60.0  # far longer than anything here takes
 BATCH, UPDATE_STEPS, TOTAL_STEPS = 4, 2, 5  # two versions of two batches, and a remainder
 DEADLINES = Deadlines(batch_seconds=SECONDS, update_seconds=SECONDS)

@@ -32,6 +32,8 @@ from coati.peers import LocalPeers
 from coati.replay import replay
 from coati.trainer.checkpoints import find_checkpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 REWARD = """
 def likes_early_letters(completions):
     return [sum(word in "abcd" for word in text.split()) / 4 for text in completions]
