@@ -5,7 +5,6 @@ import dataclasses
 import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -123,7 +122,7 @@ def train(
         address: the Ray cluster to join; None starts a private one.
         overwrite: replace an earlier run in the output folder.
         trackers: objects that receive metrics and samples, each on its own thread, in addition to `[logging]`.
-        on_progress: called regularly with a snapshot of the run; None shows progress on stderr if it is a terminal.
+        on_progress: called regularly with a snapshot of the run; None shows progress on stderr.
         should_stop: polled between steps; once it returns True, the run saves its model and ends.
 
     Raises:
@@ -140,7 +139,7 @@ def train(
         settings = save_prompts(prompts, settings)
     start = check_run(settings, parts, is_resumed=resume is not None, overwrite=overwrite, sync=sync, address=address)
     with contextlib.ExitStack() as stack:
-        if on_progress is None and sys.stderr.isatty():
+        if on_progress is None:
             from rich.console import Console
 
             from coati.monitor.live import LiveView
@@ -154,7 +153,7 @@ def train(
             sync=sync,
             address=address,
             trackers=trackers,
-            on_progress=on_progress or (lambda _: None),
+            on_progress=on_progress,
             should_stop=should_stop,
         )
 

@@ -93,9 +93,10 @@ def test_prompts_and_functions_of_a_program_on_ray(film_run, forked_workers):
     assert continued.metrics["step"] == continued.config.train.optimizer_steps == 2 * num_steps
 
 
-def test_progress_is_shown_on_a_terminal(film_run, monkeypatch):
+@pytest.mark.parametrize("is_terminal", [True, False])  # notebooks are none
+def test_progress_is_shown(film_run, monkeypatch, is_terminal):
     text = io.StringIO()
-    monkeypatch.setattr(text, "isatty", lambda: True)
+    monkeypatch.setattr(text, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", text)
     coati.train(
         film_run, reward=lambda completions: [0.0] * len(completions), overrides=["train.total_steps=2"], sync=True
