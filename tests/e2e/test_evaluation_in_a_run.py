@@ -65,7 +65,7 @@ def test_evaluations_do_not_change_training(train, tmp_path):
     for sets in ((), (HELD_OUT | {"every": 1, "best_by": "avg@4"},)):
         result, _ = train(*sets, run={"output": str(tmp_path / f"out-{len(sets)}")})
         weights.append((result.model / "model.safetensors").read_bytes())
-        assert audit_run(result.folder).table()[-1] == ("leased", "", 32, 32), (
+        assert audit_run(result.folder).table()[-1] == ("all leased", "", 32, 32), (
             "samples of evaluations are not in the account"
         )
     assert weights[0] == weights[1]

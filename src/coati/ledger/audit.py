@@ -181,7 +181,7 @@ class RunAccount:
         """Return the groups by fate and details. The last row is their sum, all groups leased."""
         groups = self._groups
         rows = self._rows(Counter((group.fate, group.details) for group in groups))
-        return [*rows, ("leased", "", len(groups), len(groups) * self._group_size)]
+        return [*rows, ("all leased", "", len(groups), len(groups) * self._group_size)]
 
     def repeated(self) -> list[Row]:
         """Return the number of returned groups and refused deliveries, which are not fates and not part of the sum."""

@@ -44,11 +44,11 @@ def test_the_account_of_real_ledgers_closes(tmp_path, seed, capsys):
     account = audit_run(tmp_path)
     assert not account.problems
     counts = {
-        fate: sum(row[3] for row in account.table() if row[0] == fate) for fate in ("trained", "dropped", "leased")
+        fate: sum(row[3] for row in account.table() if row[0] == fate) for fate in ("trained", "dropped", "all leased")
     }
     assert counts["trained"] == sum(rules.total_samples for rules in world.rules)
     assert counts["dropped"] == 2 * sum(ledger.num_dropped for ledger in world.ledgers)
-    assert counts["leased"] == sum(row[3] for row in account.table()[:-1])
+    assert counts["all leased"] == sum(row[3] for row in account.table()[:-1])
     assert account.oldest == max(world.ages)
     audit(tmp_path)
     assert "The account balances" in capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_every_group_has_one_fate_with_its_reason(tmp_path, capsys):
         ("open", "delivered", 1, 2),
         ("open", "picked", 1, 2),
         ("open", "returned", 1, 2),
-        ("leased", "", 9, 18),
+        ("all leased", "", 9, 18),
     ]
     audit(tmp_path)
     assert "over the limit" in capsys.readouterr().out
@@ -92,7 +92,7 @@ def test_groups_made_twice_are_shown_below_the_account(tmp_path, capsys):
         ("refused", "delivered too late, or twice", 2, 4),
     ]
     assert (account.num_made, account.num_trained) == (2, 0), "refused groups are not counted"
-    assert account.table()[-1] == ("leased", "", 3, 6)
+    assert account.table()[-1] == ("all leased", "", 3, 6)
     audit(tmp_path)
     below = capsys.readouterr().out.partition("leased")[2]
     assert "Made: 2 samples" in below
@@ -160,7 +160,7 @@ def test_part_of_a_record_at_the_end_is_a_note(tmp_path):
     path = tmp_path / "ledger" / "stream-0.jsonl"
     path.write_bytes(path.read_bytes()[:-3])
     account = audit_run(tmp_path)
-    assert account.table()[-1] == ("leased", "", 1, 2)
+    assert account.table()[-1] == ("all leased", "", 1, 2)
     assert len(account.notes) == 1
 
 
