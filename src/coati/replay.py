@@ -20,8 +20,7 @@ from torch import Tensor
 from coati import build
 from coati.batching import pad_items, split_experience_batch
 from coati.config import RunSettings
-from coati.counting import counted
-from coati.errors import CheckpointError, ConfigError, ReplayDiffers
+from coati.errors import CheckpointError, ConfigError, ReplayDiffers, counted
 from coati.experience import BufferItem, Experience, Sample
 from coati.ledger.audit import account_of
 from coati.ledger.journal import JournalContent, read_journals

@@ -9,7 +9,7 @@ Callbacks are pickled into the Ray actors and run there, in the thread of the lo
 import logging
 from typing import TYPE_CHECKING, Any
 
-from coati.counting import format_seconds
+from coati.errors import format_seconds
 from coati.monitor.timeline import Timeline, TimeUse, label_of
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from coati.counting import counted
-from coati.errors import ReplayDiffers
+from coati.errors import ReplayDiffers, counted
 from coati.ledger.audit import RunAccount, audit_run, life_of
 from coati.monitor.metrics import read_jsonl
 

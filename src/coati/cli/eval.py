@@ -14,8 +14,7 @@ from rich.text import Text
 
 from coati.cli.train import Verbose, show_messages
 from coati.config import RunSettings, load_config
-from coati.counting import counted
-from coati.errors import ConfigError
+from coati.errors import ConfigError, counted
 from coati.prompts.table import looks_local
 from coati.run_folder import MARKER
 

@@ -15,8 +15,7 @@ from coati.cli.eval import evaluate
 from coati.cli.report import report
 from coati.cli.reward import check
 from coati.cli.train import EXIT_STOPPED, train
-from coati.counting import counted
-from coati.errors import CoatiError, RunStopped, error_text
+from coati.errors import CoatiError, RunStopped, counted, error_text
 from coati.run_folder import MAX_MAKERS, ask_for_makers, target_makers
 
 app = typer.Typer(

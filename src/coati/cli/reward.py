@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 
 from coati.config import RunSettings, build_config, load_config
-from coati.counting import counted, format_seconds
-from coati.errors import ConfigError, DataError
+from coati.errors import ConfigError, DataError, counted, format_seconds
 from coati.prompts.table import Row, load_prompts
 from coati.rewards.calling import excerpt
 

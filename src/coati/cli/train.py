@@ -15,9 +15,8 @@ from rich.markup import escape
 from coati import entry
 from coati.cli.audit import show_losses
 from coati.config import RunSettings, plan_lines
-from coati.counting import counted
 from coati.entry import RunResult
-from coati.errors import ConfigError, RunStopped
+from coati.errors import ConfigError, RunStopped, counted
 from coati.monitor.live import LiveView
 from coati.monitor.report import first_and_last, held_out_scores
 from coati.monitor.run_log import RunSnapshot

@@ -8,7 +8,7 @@ from coati.config.generate import GenerateOptions, native_engine_problem
 from coati.config.reward import RewardSettings
 from coati.config.run_settings import EvalSettings, RunSettings
 from coati.config.sections import PromptSettings, TrainSettings
-from coati.counting import counted
+from coati.errors import counted
 
 _ROUNDED_RATE = 1e-4  # a step is about the learning rate, and weights are about 0.01
 _TIMES = "\N{MULTIPLICATION SIGN}"

@@ -10,9 +10,8 @@ import torch
 from coati import faults
 from coati.batching import columns_of, group_ids_of, pad_prompts
 from coati.config.generate import GenerateOptions
-from coati.counting import counted
 from coati.devices import device_errors_explained
-from coati.errors import DataError, RewardError
+from coati.errors import DataError, RewardError, counted
 from coati.experience import UNKNOWN_ID, Experience, Sample
 from coati.experience_maker.base import (
     MEMORY_REMEDY,

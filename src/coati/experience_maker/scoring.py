@@ -16,7 +16,7 @@ from coati.algos.advantages import (
 )
 from coati.algos.masked import spread, zero_padding
 from coati.config import AlgorithmSettings
-from coati.counting import counted
+from coati.errors import counted
 from coati.experience import Experience
 from coati.experience_maker.base import AllSamplesDropped, MakerBatch
 from coati.models import action_logprobs, action_values

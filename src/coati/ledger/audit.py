@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coati.counting import counted
-from coati.errors import DataError
+from coati.errors import DataError, counted
 from coati.ledger.journal import JournalContent, read_journals
 from coati.ledger.rules import LedgerRules
 

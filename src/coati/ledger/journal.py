@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coati import faults
-from coati.counting import counted
-from coati.errors import CheckpointError, DeadlineExceeded, StorageError
+from coati.errors import CheckpointError, DeadlineExceeded, StorageError, counted
 from coati.ledger.leases import LeaseRecord, Ledger
 from coati.ledger.rules import Event, LedgerRules
 

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from coati.counting import counted
+from coati.errors import counted
 from coati.monitor.run_log import RunSnapshot
 
 _PLAIN_EVERY_SECONDS = 3.0

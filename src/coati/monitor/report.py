@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from coati.config.plan import read_json
-from coati.counting import format_seconds
-from coati.errors import ConfigError, DataError
+from coati.errors import ConfigError, DataError, format_seconds
 from coati.monitor.metrics import read_jsonl
 from coati.monitor.timeline import ACTIVITIES, Span, is_idle
 from coati.run_folder import MARKER

@@ -23,8 +23,7 @@ from ray.exceptions import AuthenticationError
 
 from coati import build
 from coati.config import RunSettings
-from coati.counting import counted
-from coati.errors import ConfigError, HeadLost, RunStopped
+from coati.errors import ConfigError, HeadLost, RunStopped, counted
 from coati.ray import warden
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from pathlib import Path
 from coati import build
 from coati.build import Parts
 from coati.config import RunSettings
-from coati.counting import listed
-from coati.errors import DeadlineExceeded, RunStopped
+from coati.errors import DeadlineExceeded, RunStopped, listed
 from coati.monitor.run_log import RunLog, RunSnapshot
 from coati.ray.actor_factory import ActorFactory
 from coati.ray.cluster import HeadWatch, connected

@@ -6,8 +6,7 @@ from collections import Counter, deque
 from concurrent.futures import Future
 from typing import Any
 
-from coati.counting import counted
-from coati.errors import DeadlineExceeded, PeerDied, RemoteError
+from coati.errors import DeadlineExceeded, PeerDied, RemoteError, counted
 from coati.peers import Peer
 
 _FIRST_BACKOFF_SECONDS = 0.5

@@ -20,8 +20,16 @@ from pathlib import Path
 from coati import build
 from coati.actors.host import Report
 from coati.config import RunSettings
-from coati.counting import counted, listed
-from coati.errors import CoatiError, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError, StartFailed
+from coati.errors import (
+    CoatiError,
+    DeadlineExceeded,
+    PeerDied,
+    PeerUnavailable,
+    RemoteError,
+    StartFailed,
+    counted,
+    listed,
+)
 from coati.monitor.run_log import RunLog
 from coati.ray.actor_factory import ActorFactory, maker_names, number_of
 from coati.ray.run_actor import Restarts, RunActor

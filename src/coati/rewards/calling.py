@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ConfigDict, ValidationError, validate_call
 
-from coati.counting import counted
-from coati.errors import ConfigError
+from coati.errors import ConfigError, counted
 from coati.rewards.library import LIBRARY
 
 OFFERED = ("prompts", "completions", "completion_ids", "timeout_seconds")

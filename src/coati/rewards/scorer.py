@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from coati.background import BackgroundThread, run_in_background
-from coati.counting import counted
-from coati.errors import ConfigError, RewardError, RewardFailed
+from coati.errors import ConfigError, RewardError, RewardFailed, counted
 from coati.rewards.base import Reward, RewardRequest, WeightedSum, decode_completions, decode_prompts
 from coati.rewards.calling import Verdict, excerpt
 from coati.rewards.function import FunctionReward

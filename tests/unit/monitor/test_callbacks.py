@@ -15,7 +15,7 @@ from coati.actors.callbacks import (
     TrainerPerformanceEvaluator,
 )
 from coati.actors.host import Worker
-from coati.counting import format_seconds
+from coati.errors import format_seconds
 from coati.monitor.timeline import Timeline
 
 

@@ -20,8 +20,7 @@ import requests
 import urllib3
 
 from coati.background import run_in_background
-from coati.counting import counted
-from coati.errors import ConfigError
+from coati.errors import ConfigError, counted
 from coati.rewards.calling import CallFailed, Verdict, excerpt, read_verdicts, require
 
 _BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.5, 15.0
