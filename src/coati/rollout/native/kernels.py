@@ -15,9 +15,9 @@ from torch import Tensor
 
 _DRAW_BLOCK = 2048  # vocabulary entries per program when a token is drawn
 _KEY_BLOCK = 64  # cache positions per step of attention. The page size is a multiple of it.
-# Maximum number of parts that a text is read in, and the minimum number of positions per part.
+# Maximum number of parts that a text is read in, and the minimum number of positions per part (few texts, many texts).
 _MOST_PARTS = 8
-_LEAST_PART = 256
+_LEAST_PART, _LEAST_PART_OF_MANY = 256, 1024
 
 
 @triton.jit
@@ -247,7 +247,9 @@ class Parts:
 
     def __init__(self, positions: Tensor, num_positions: int, geometry: Any) -> None:
         pairs, self.padded = len(positions) * geometry.num_kv_heads, max(16, triton.next_power_of_2(geometry.group))
-        # Few texts need many parts to keep the GPU busy; among many, the longest would still run when others are done.
+        # Few texts need many parts to keep the GPU busy. With many, each part costs more than it gains; but in one part
+        # each, the longest would still run when the others are done.
+        self.least = min(max(_LEAST_PART, triton.next_power_of_2(4 * pairs)), _LEAST_PART_OF_MANY)
         wanted = _MOST_PARTS if pairs <= 64 else min(4, triton.cdiv(2048, pairs))
         self.count = min(wanted, triton.cdiv(num_positions, 2 * _LEAST_PART))
         sums = positions.new_empty(pairs * self.count * self.padded, geometry.head_dim + 2, dtype=torch.float32)
@@ -277,7 +279,7 @@ def attend(
         geometry.scale, eps, pages.stride(0),
         KV_HEADS=num_kv_heads, GROUP=geometry.group, PADDED=parts.padded, DIM=dim, ROTARY=geometry.rotary_dim or dim,
         PAGE=page_size, BLOCK=min(_KEY_BLOCK if dim <= 128 else _KEY_BLOCK // 2, page_size), PARTS=parts.count,
-        LEAST=_LEAST_PART, WINDOW=window or 0, HAS_NORM=norms is not None, IS_SHIFTED=is_shifted,
+        LEAST=parts.least, WINDOW=window or 0, HAS_NORM=norms is not None, IS_SHIFTED=is_shifted,
         PRECISION="ieee" if heads.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
     return out
