@@ -76,9 +76,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=one_or_more, default=3)
     parser.add_argument("--threads", type=one_or_more, default=2, help="of TRL on a CPU; coati's actors have one each")
     parser.add_argument("--places", type=one_or_more, default=2, help="batches that coati's maker writes at a time")
-    parser.add_argument(
-        "--makers", type=one_or_more, help="of coati; default: 1, on a CPU 2, so that all cores are busy"
-    )
+    parser.add_argument("--makers", type=one_or_more, default=1, help="of coati")
     parser.add_argument("--trainer-share", type=below_one, default=0.5, help="of a GPU, for coati's trainer")
     parser.add_argument(
         "--mixed-precision",
@@ -98,7 +96,6 @@ def main() -> None:
     arguments.steps = arguments.steps or (15 if is_gpu else 120)
     arguments.warmup = (5 if is_gpu else 40) if arguments.warmup is None else arguments.warmup
     arguments.new_tokens = arguments.new_tokens or (256 if is_gpu else 16)
-    arguments.makers = arguments.makers or (1 if is_gpu else 2)
     arguments.trl_steps = arguments.trl_steps or arguments.steps
     arguments.trl_warmup = arguments.warmup if arguments.trl_warmup is None else arguments.trl_warmup
     if not (0 < arguments.warmup < arguments.steps and 0 < arguments.trl_warmup < arguments.trl_steps):
