@@ -188,12 +188,16 @@ def measure(by_actor: dict[str, list[Span]], *, batch: int, warmup: int) -> Meas
     """Sum up times per activity, without the warm-up."""
     steps = sorted(span.end for span in by_actor["trainer-0"] if span.what == "train")
     start, end = steps[warmup - 1], steps[-1]
-    spent: dict[str, dict[str, float]] = {}
-    for actor, spans in by_actor.items():
-        spent[actor] = {}
-        for span in spans:
-            seconds = min(span.end, end) - max(span.start, start)
-            if seconds > 0:
-                spent[actor][span.what] = spent[actor].get(span.what, 0.0) + seconds
+    spent = {actor: seconds_spent(spans, start, end) for actor, spans in by_actor.items()}
     num_steps = len(steps) - warmup
     return Measured(seconds=end - start, steps=num_steps, samples=num_steps * batch, spent=spent)
+
+
+def seconds_spent(spans: list[Span], start: float, end: float) -> dict[str, float]:
+    """Return the seconds of each activity between `start` and `end`."""
+    spent: dict[str, float] = {}
+    for span in spans:
+        seconds = min(span.end, end) - max(span.start, start)
+        if seconds > 0:
+            spent[span.what] = spent.get(span.what, 0.0) + seconds
+    return spent

@@ -24,6 +24,8 @@ On a GPU hardly any response ends early (the weights are random), unless `--mean
 that lengths are geometric: the same for all, in the model's generation config. coati runs with
 `train.compile = true` (its warm-up steps include compiling), and the peak memory is what nvidia-smi shows. vLLM gets as
 much memory for its cache as the batch needs. With `--lora-rank` coati trains adapters, with a reward function.
+
+Below the table stands what coati's actors spent a counted step on, so a limit can be read off.
 """
 
 import argparse
@@ -51,6 +53,7 @@ FIRST_END = 2  # 0 is padding, 1 the tokenizer's end
 SAMPLES_PER_PROMPT = 8
 KL_COEF = 0.05
 RESULT = "end_to_end result: "
+SPENT = "ms of a step: "
 
 
 def main() -> None:
@@ -144,7 +147,8 @@ def competitors(arguments: argparse.Namespace, parser: argparse.ArgumentParser) 
 
 def report(results: dict[str, list[dict[str, float]]], arguments: argparse.Namespace) -> None:
     medians = {
-        name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in results.items()
+        name: {key: statistics.median(run.get(key, 0.0) for run in runs) for key in runs[0]}
+        for name, runs in results.items()
     }
     peers = [row["completions_per_second"] for name, row in medians.items() if name.startswith("trl")]
     print(f"\n{'':>12} {'completions/s':>14} {'tokens/s':>10} {'ms/step':>8} {'× TRL':>6} {'peak GiB':>9}")
@@ -157,6 +161,10 @@ def report(results: dict[str, list[dict[str, float]]], arguments: argparse.Names
             f"{name:>12} {row['completions_per_second']:>14,.0f} {row['tokens_per_second']:>10,.0f} "
             f"{row['ms_per_step']:>8.1f} {times:>6} {peak:>9}"
         )
+    for name, row in medians.items():
+        spent = {key.removeprefix(SPENT): value for key, value in row.items() if key.startswith(SPENT) and value >= 0.5}
+        if spent:
+            print(f"{name}, ms of a step:", ", ".join(f"{what} {value:,.0f}" for what, value in spent.items()))
     print("× TRL: over the faster of TRL's rows")
     if arguments.json:
         arguments.json.write_text(json.dumps({"medians": medians, "rounds": results}, indent=2) + "\n")
@@ -290,21 +298,25 @@ def even_share(completions, **_: object) -> list[float]:
 
 def run_one(arguments: argparse.Namespace) -> None:
     run = run_trl if arguments.only.startswith("trl") else run_coati
-    seconds, tokens = run(arguments)
+    seconds, tokens, spent = run(arguments)
     steps = arguments.steps - arguments.warmup
     result = {
         "completions_per_second": steps * arguments.batch / seconds,
         "tokens_per_second": steps * arguments.batch * tokens / seconds,
         "ms_per_step": seconds / steps * 1e3,
         "tokens_per_completion": tokens,
+        **{f"{SPENT}{what}": share / steps * 1e3 for what, share in spent.items()},
     }
     print(f"\n{RESULT}{json.dumps(result)}", flush=True)
 
 
-def run_coati(arguments: argparse.Namespace) -> tuple[float, float]:
-    """Seconds of the counted steps, and tokens in a completion."""
+def run_coati(arguments: argparse.Namespace) -> tuple[float, float, dict[str, float]]:
+    """Seconds of the counted steps, tokens in a completion, and what actors did in these seconds."""
+    from detached_runs import seconds_spent
+
     import coati
     from coati.monitor import read_jsonl
+    from coati.monitor.report import read_run
 
     folder = arguments.folder
     output = folder / arguments.only
@@ -312,12 +324,19 @@ def run_coati(arguments: argparse.Namespace) -> tuple[float, float]:
     config = folder / f"{arguments.only}.toml"
     config.write_text(coati_settings(arguments, output))
     coati.train(config, learner=turn_taking_learner(arguments.warmup) if TURN in os.environ else None)
+    spans = read_run(output).spans
     # When the trainer was done with each step, by its own clock.
-    ends = [span["end"] for span in read_jsonl(output / "spans.jsonl") if span["what"] == "train"]
+    ends = [span.end for span in spans["trainer-0"] if span.what == "train"]
     counted = slice(arguments.warmup, arguments.steps)
     assert len(ends) == arguments.steps + 1, f"{len(ends)} training steps were recorded, not {arguments.steps + 1}"
     tokens = [row["train/tokens"] / arguments.batch for row in read_jsonl(output / "metrics.jsonl")[counted]]
-    return ends[arguments.steps - 1] - ends[arguments.warmup - 1], statistics.mean(tokens)
+    start, end = ends[arguments.warmup - 1], ends[arguments.steps - 1]
+    spent = {
+        f"{actor} {what}": seconds
+        for actor, own in spans.items()
+        for what, seconds in seconds_spent(own, start, end).items()
+    }
+    return end - start, statistics.mean(tokens), spent
 
 
 def turn_taking_learner(warmup: int) -> type:
@@ -404,7 +423,7 @@ samples_kept = 0
 """
 
 
-def run_trl(arguments: argparse.Namespace) -> tuple[float, float]:
+def run_trl(arguments: argparse.Namespace) -> tuple[float, float, dict[str, float]]:
     """The same for TRL."""
     os.environ.setdefault("WANDB_MODE", "disabled")
     import torch
@@ -475,7 +494,7 @@ def run_trl(arguments: argparse.Namespace) -> tuple[float, float]:
     )
     wait_for_turn(os.environ.get(TURN))
     trainer.train()
-    return times[arguments.steps] - times[arguments.warmup], statistics.mean(lengths[arguments.warmup :] or lengths)
+    return times[arguments.steps] - times[arguments.warmup], statistics.mean(lengths[arguments.warmup :] or lengths), {}
 
 
 if __name__ == "__main__":

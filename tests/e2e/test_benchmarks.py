@@ -58,7 +58,9 @@ def test_end_to_end_refuses_what_cannot_run_here(capsys):
 def test_end_to_end_counts_steps_after_the_warm_up(monkeypatch, capsys):
     import end_to_end
 
-    monkeypatch.setattr(end_to_end, "run_coati", lambda _: (4.0, 25.0))  # seconds of the counted steps, tokens
+    monkeypatch.setattr(
+        end_to_end, "run_coati", lambda _: (4.0, 25.0, {"maker-0 score": 0.8})
+    )  # seconds of the counted steps, tokens
     end_to_end.run_one(argparse.Namespace(only="coati-ppo", steps=10, warmup=2, batch=64))
     result = json.loads(capsys.readouterr().out.strip().removeprefix(end_to_end.RESULT))
     assert result == {
@@ -66,7 +68,24 @@ def test_end_to_end_counts_steps_after_the_warm_up(monkeypatch, capsys):
         "tokens_per_second": 3200.0,
         "ms_per_step": 500.0,
         "tokens_per_completion": 25.0,
+        "ms of a step: maker-0 score": 100.0,
     }
+    end_to_end.report({"coati-ppo": [result | {"peak_gib": 1.0}]}, argparse.Namespace(json=None, device="cuda"))
+    assert "coati-ppo, ms of a step: maker-0 score 100" in capsys.readouterr().out
+
+
+def test_time_spent_outside_the_counted_steps_does_not_count():
+    from detached_runs import seconds_spent
+
+    from coati.monitor.timeline import Span
+
+    spans = [
+        Span("score", 0.0, 2.0, 0),
+        Span("train", 2.0, 3.0, 0),
+        Span("score", 4.0, 9.0, 1),
+        Span("send", 9.0, 9.5, 1),
+    ]
+    assert seconds_spent(spans, 1.0, 5.0) == {"score": 2.0, "train": 1.0}
 
 
 def test_overlap_is_the_longer_half_over_the_wall_time():
