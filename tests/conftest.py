@@ -60,7 +60,7 @@ def forget_rewards():
 
 @pytest.fixture
 def one_thread():
-    """Rounding depends on the number of threads that share a sum."""
+    """Let torch use one thread: rounding depends on the number of threads that share a sum."""
     import torch
 
     from coati.devices import set_up_cpu

@@ -49,7 +49,7 @@ def words(tmp_path_factory):
     held_out = [{"prompt": prompt, "answer": answer} for prompt, answer in prompts.items()]
     (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
     (folder / "rewards_of_evaluation.py").write_text(REWARDS)
-    sys.modules.pop("rewards_of_evaluation", None)  # that of another folder of tests
+    sys.modules.pop("rewards_of_evaluation", None)  # may be left from another test folder
     return folder
 
 

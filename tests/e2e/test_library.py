@@ -93,15 +93,26 @@ def test_prompts_and_functions_of_a_program_on_ray(film_run, forked_workers):
     assert continued.metrics["step"] == continued.config.train.optimizer_steps == 2 * num_steps
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])  # notebooks are none
-def test_progress_is_shown(film_run, monkeypatch, is_terminal):
+@pytest.mark.parametrize(
+    ("is_terminal", "options", "is_shown"),
+    [(True, {}, True), (False, {}, True), (True, {"on_progress": lambda _: None}, False)],
+    ids=["terminal", "log", "hidden"],
+)
+def test_progress_is_shown(film_run, monkeypatch, is_terminal, options, is_shown):
     text = io.StringIO()
     monkeypatch.setattr(text, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", text)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     coati.train(
-        film_run, reward=lambda completions: [0.0] * len(completions), overrides=["train.total_steps=2"], sync=True
+        film_run,
+        reward=lambda completions: [0.0] * len(completions),
+        overrides=["train.total_steps=2"],
+        sync=True,
+        **options,
     )
-    assert "step 4/4 (100%)" in text.getvalue()
+    assert ("step 4/4 (100%)" in text.getvalue()) == is_shown
+    assert ("\x1b[" in text.getvalue()) == (is_terminal and is_shown)  # it moves the cursor of a terminal only
 
 
 def test_what_cannot_run_is_told_before_anything_starts(film_run):

@@ -215,7 +215,7 @@ def test_all_processes_end_when_the_maker_is_killed(tmp_path):
 import os, sys
 path = {str(tmp_path / "pids")!r}
 sys.path.insert(0, {str(HERE)!r})
-from test_isolation import *
+from {Path(__file__).stem} import *
 settings = RewardSettings(function="hostile_rewards:writes_pids", isolation="process")
 reward = build_reward(settings, load_model=None, search_paths=[HERE])
 threading.Thread(target=reward.score, args=(request_of("hang", path=path),), daemon=True).start()

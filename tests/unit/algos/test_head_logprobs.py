@@ -208,7 +208,6 @@ def test_a_device_that_cannot_compile_gives_a_warning(monkeypatch):
         assert not _compiles.__wrapped__(torch.device("meta"))
 
 
-@pytest.mark.long  # tracing takes seconds
 @pytest.mark.parametrize(
     ("dtype", "temperature", "entropy_coef"), [(torch.float32, 0.7, 0.3), (torch.bfloat16, 1.0, 0.0)]
 )

@@ -103,6 +103,26 @@ def test_attention_writes_and_reads_the_cache(num_kv_heads, group, dim, norms, r
         torch.testing.assert_close(one, other, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize(("slots", "least", "count"), [(16, 256, 5), (32, 512, 4), (33, 1024, 3)])
+def test_many_texts_are_read_in_fewer_parts(slots, least, count, dtype):
+    """Most texts are short. Of the long ones some are read in parts, whose results are combined."""
+    geometry = Geometry(head_dim=16, num_kv_heads=4, group=2, scale=0.25, rotary_dim=16)
+    positions = torch.arange(slots, device=DEVICE)
+    positions[:4] = torch.tensor([2299, 1025, 1024, 513])
+    parts = kernels.Parts(positions, 2300, geometry)
+    assert (parts.least, parts.count) == (least, count)
+    pages = 1 + torch.arange(slots * 36, device=DEVICE).view(slots, 36)
+    projected = random(slots, 16 * 16, dtype=dtype)
+    angles = random(2304, 16, seed=4, dtype=dtype), random(2304, 16, seed=5, dtype=dtype)
+    keys, values = (random(slots * 36 + 1, 4, 64, 16, seed=seed, dtype=dtype) for seed in (6, 7))
+    block = SimpleNamespace(rotation="", head_norms=None, window=None)
+    expected, found = (
+        operations.attention(positions, pages, 64, 2300, {"": angles})(projected, block, keys.clone(), values.clone())
+        for operations in (TorchOperations(geometry), TritonOperations(geometry))
+    )
+    torch.testing.assert_close(found, expected, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("vocabulary", [56, 2048, 5000])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_draws_match_the_inverse_cdf(vocabulary, temperature, dtype):

@@ -251,7 +251,7 @@ class Parts:
         # each, the longest would still run when the others are done.
         self.least = min(max(_LEAST_PART, triton.next_power_of_2(4 * pairs)), _LEAST_PART_OF_MANY)
         wanted = _MOST_PARTS if pairs <= 64 else min(4, triton.cdiv(2048, pairs))
-        self.count = min(wanted, triton.cdiv(num_positions, 2 * _LEAST_PART))
+        self.count = min(wanted, triton.cdiv(num_positions, max(2 * _LEAST_PART, self.least)))
         sums = positions.new_empty(pairs * self.count * self.padded, geometry.head_dim + 2, dtype=torch.float32)
         mixtures, weights = sums.view(-1).split([sums[:, 2:].numel(), 2 * len(sums)])
         self.tensors = (mixtures, weights, positions.new_zeros(pairs, dtype=torch.int32))
