@@ -5,6 +5,8 @@ import dataclasses
 import logging
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ from coati.run_folder import (
     choose_start,
     continue_files,
     open_run_folder,
+    resume_command,
     resumed_settings,
     save_prompts,
 )
@@ -127,6 +130,7 @@ def train(
 
     Raises:
         ConfigError: if a setting or input is found to be invalid before training starts.
+        KeyboardInterrupt: after a Ctrl-C, when the run is saved. A second Ctrl-C ends it at once.
     """
     parts = {"reward": reward, "learner": learner, "maker": maker}
     parts = {name: part for name, part in parts.items() if part is not None}
@@ -138,14 +142,16 @@ def train(
         check_run_folder(settings, overwrite=overwrite)
         settings = save_prompts(prompts, settings)
     start = check_run(settings, parts, is_resumed=resume is not None, overwrite=overwrite, sync=sync, address=address)
-    with contextlib.ExitStack() as stack:
+    from rich.console import Console
+
+    from coati.monitor.live import LiveView, StopSignal
+
+    view, is_main_thread = LiveView(Console(stderr=True)), threading.current_thread() is threading.main_thread()
+    has_default = is_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with StopSignal(view, *[signal.SIGINT] * has_default) as stop, contextlib.ExitStack() as stack:
         if on_progress is None:
-            from rich.console import Console
-
-            from coati.monitor.live import LiveView
-
-            on_progress = stack.enter_context(LiveView(Console(stderr=True))).show
-        return execute(
+            on_progress = stack.enter_context(view).show
+        result = execute(
             settings,
             parts=parts,
             start=start,
@@ -153,9 +159,13 @@ def train(
             sync=sync,
             address=address,
             trackers=trackers,
+            on_begin=stop.begin,
             on_progress=on_progress,
-            should_stop=should_stop,
+            should_stop=lambda: stop() or should_stop(),
         )
+    if stop() and result.was_stopped:
+        raise KeyboardInterrupt(f"stopped and saved. To continue: {resume_command(result.folder, parts)}")
+    return result
 
 
 def _check_parts(*, reward: Any = None, **others: Any) -> None:
@@ -198,12 +208,7 @@ def choose_settings(
         overrides = parse_overrides(overrides) | fixed
     if resume is not None:
         return resumed_settings(Path(resume), overrides)
-    if isinstance(config, RunSettings):
-        sections = config.model_dump()
-        for one in sections["eval"]:
-            if one["reward"] == sections["reward"]:
-                del one["reward"]  # inherit the run's, which may be overridden
-        return build_config(sections, overrides)
+    config = config.model_dump() if isinstance(config, RunSettings) else config
     return build_config(config, overrides) if isinstance(config, Mapping) else load_config(Path(str(config)), overrides)
 
 

@@ -129,14 +129,15 @@ def open_run_folder(
             yield begin
         except Exception as error:
             if is_own and any(folder.glob("checkpoints/version-*[0-9]")):
-                error.add_note(f"To continue from the newest checkpoint: {_resume_command(folder, parts)}")
+                error.add_note(f"To continue from the newest checkpoint: {resume_command(folder, parts)}")
             with contextlib.suppress(OSError):
                 if is_own and not isinstance(error, RunStopped):
                     (folder / "error.txt").write_text(error_text(error), encoding="utf-8", errors="replace")
             raise
 
 
-def _resume_command(folder: Path, parts: Collection[str]) -> str:
+def resume_command(folder: Path, parts: Collection[str]) -> str:
+    """Return the command, or with parts of a program the call, that continues the run in a folder."""
     path = str(folder.resolve())
     given = "".join(f", {part}=..." for part in parts)
     return f"coati.train(resume={path!r}{given})" if parts else f"coati train --resume {shlex.quote(path)}"
@@ -335,7 +336,7 @@ def check_resumable(config: RunSettings, parts: Collection[str] = ()) -> None:
     if not set(had) <= {*parts, "reward"}:
         raise ConfigError(
             f"The run in {str(config.output_folder)!r} has parts of a program, which are not saved. Continue it with "
-            f"{_resume_command(config.output_folder, had)}."
+            f"{resume_command(config.output_folder, had)}."
         )
     metrics, model = config.output_folder / "metrics.jsonl", config.output_folder / "model"
     if not (metrics.is_file() and model.is_dir()):

@@ -4,6 +4,7 @@ import inspect
 import io
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import coati
 from coati.demo.grammar import PROMPTS
 from coati.errors import ConfigError
+from coati.monitor import read_jsonl
 
 PAGE = Path(__file__).parents[2] / "docs" / "library.md"
 
@@ -113,6 +115,26 @@ def test_progress_is_shown(film_run, monkeypatch, is_terminal, options, is_shown
     )
     assert ("step 4/4 (100%)" in text.getvalue()) == is_shown
     assert ("\x1b[" in text.getvalue()) == (is_terminal and is_shown)  # it moves the cursor of a terminal only
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_ctrl_c_saves_the_run_which_can_then_continue(film_run, sync, forked_workers):
+    def press(snapshot):
+        if snapshot.step and not pressed:
+            pressed.append(snapshot.step)
+            signal.raise_signal(signal.SIGINT)
+
+    pressed = []
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="--resume") as caught:
+        coati.train(film_run, overrides=["train.total_steps=40", "train.update_steps=1"], on_progress=press, sync=sync)
+    assert signal.getsignal(signal.SIGINT) is before
+    folder = str(caught.value).split()[-1]
+    done = read_jsonl(Path(folder) / "metrics.jsonl")[-1]["step"]
+    assert done < 80
+    assert (Path(folder) / "model").is_dir()
+    result = coati.train(resume=folder, overrides=[f"train.total_steps={done}"], sync=sync)  # two epochs each
+    assert result.metrics["step"] == 2 * done
 
 
 def test_what_cannot_run_is_told_before_anything_starts(film_run):

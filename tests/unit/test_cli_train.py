@@ -52,6 +52,20 @@ def test_a_table_given_as_a_string_replaces_the_table(tmp_path, sync):
     assert settings.topology.max_staleness == (0 if sync else 1)
 
 
+@pytest.mark.parametrize("form", ["settings", "dict", "file"])
+@pytest.mark.parametrize("has_own", [False, True])
+def test_sets_without_a_reward_of_their_own_get_the_reward_that_replaces_the_runs(tmp_path, form, has_own):
+    own = {"reward": {"model": "judge"}} if has_own else {}
+    sets = [{"name": "held-out", "prompts": {"path": "q.jsonl"}, **own}]
+    before = build_config(CONFIG.model_dump() | {"eval": sets})
+    (tmp_path / "config.toml").write_text(dump_config(before))
+    given = {"settings": before, "dict": before.model_dump(), "file": tmp_path / "config.toml"}[form]
+    for options in ({"reward": max}, {"overrides": ["reward.function=builtins:max", "reward.model="]}):
+        after = entry.choose_settings(given, **options)
+        assert after.reward.function == "builtins:max"
+        assert after.eval[0].reward == (before.eval[0].reward if has_own else after.reward)
+
+
 def test_settings_and_a_run_to_resume_exclude_each_other(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["coati", "train", "long.toml", "--resume", str(tmp_path)])
     with pytest.raises(SystemExit):

@@ -5,8 +5,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,9 +16,8 @@ from coati.cli.audit import show_losses
 from coati.config import RunSettings, plan_lines
 from coati.entry import RunResult
 from coati.errors import ConfigError, RunStopped, counted
-from coati.monitor.live import LiveView
+from coati.monitor.live import LiveView, StopSignal
 from coati.monitor.report import first_and_last, held_out_scores
-from coati.monitor.run_log import RunSnapshot
 from coati.run_folder import check_run_folder
 
 EXIT_STOPPED = 130  # the shell's status for a process ended by SIGINT
@@ -132,57 +130,16 @@ def _show_result(console: Console, result: RunResult) -> None:
 
 def execute(config: RunSettings, console: Console, *, verbose: bool, **options: Any) -> RunResult:
     """Train until the end or a stop signal, with a live view. `options` are those of `coati.entry.execute`."""
-    with StopSignal(console) as stop, LiveView(console) as view:
-
-        def show(snapshot: RunSnapshot) -> None:
-            stop.seconds_per_step = snapshot.seconds_per_step
-            view.show(snapshot)
-
+    view = LiveView(console)
+    with StopSignal(view, signal.SIGINT, signal.SIGTERM) as stop, view:
         try:
             return entry.execute(
-                config, on_begin=stop.begin, on_progress=show, should_stop=stop, log_to_driver=verbose, **options
+                config, on_begin=stop.begin, on_progress=view.show, should_stop=stop, log_to_driver=verbose, **options
             )
         except KeyboardInterrupt:
             if stop.has_begun:
                 raise
             raise RunStopped("stopped before training began; there was nothing to save.") from None
-
-
-class StopSignal:
-    """Makes the first SIGINT or SIGTERM stop and save a run; a second, or one before training, ends it at once."""
-
-    def __init__(self, console: Console) -> None:
-        self.has_begun = False
-        self.seconds_per_step: float | None = None
-        self._console = console
-        self._is_set = False
-        self._previous: dict[int, Any] = {}
-
-    def begin(self) -> None:
-        """Record that training has begun: from now on a signal stops and saves the run."""
-        self.has_begun = True
-
-    def __call__(self) -> bool:
-        """Return whether a stop was requested."""
-        return self._is_set
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        is_second, self._is_set = self._is_set, True
-        if is_second or not self.has_begun:
-            raise KeyboardInterrupt
-        pace = "" if self.seconds_per_step is None else f" (a step takes about {self.seconds_per_step:.2g} s)"
-        self._console.print(
-            f"[yellow]Stopping: finishing the current batch{pace} and saving. Press Ctrl-C again to quit now.[/]"
-        )
 
 
 def show_messages(verbose: bool) -> None:

@@ -267,15 +267,16 @@ def load_config(path: Path | None, overrides: Overrides = ()) -> RunSettings:
 def build_config(data: Mapping[str, Any], overrides: Overrides = (), *, source: str = "") -> RunSettings:
     """Validate a table of sections, with overrides as in `load_config`. Errors name `source`."""
     sections = copy.deepcopy(dict(data))
+    for table in _eval_tables(sections):
+        if "reward" in table and table["reward"] == sections.get("reward"):
+            del table["reward"]  # as in saved settings: it inherits the run's, which may be overridden
     for key, value in parse_overrides(overrides).items():
         _apply_override(sections, key, value)
     for name, field in RunSettings.model_fields.items():
         if field.is_required():
             sections.setdefault(name, {})  # so that the error names the missing settings
-    sets = sections.get("eval")
-    for table in sets if isinstance(sets, list | tuple) else ():
-        if isinstance(table, dict):
-            _inherit(table, sections)
+    for table in _eval_tables(sections):
+        _inherit(table, sections)
     try:
         return RunSettings.model_validate(sections)
     except ValidationError as error:
@@ -287,6 +288,11 @@ def build_config(data: Mapping[str, Any], overrides: Overrides = (), *, source: 
     noun = "setting is" if len(problems) == 1 else "settings are"
     lines = "\n".join(f"  {problem}" for problem in problems)
     raise ConfigError(f"{len(problems)} {noun} wrong{where}:\n{lines}")
+
+
+def _eval_tables(sections: Mapping[str, Any]) -> list[dict[str, Any]]:
+    sets = sections.get("eval")
+    return [table for table in sets if isinstance(table, dict)] if isinstance(sets, list | tuple) else []
 
 
 def _inherit(table: dict[str, Any], sections: Mapping[str, Any]) -> None:

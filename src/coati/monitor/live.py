@@ -1,9 +1,11 @@
-"""Progress on a console: a live line with a bar in a terminal, a new line every few seconds elsewhere."""
+"""Progress on a console: a live line with a bar in a terminal, a new line every few seconds elsewhere. And Ctrl-C."""
 
 import datetime
 import logging
+import signal
 import sys
 import time
+from types import FrameType
 from typing import Any, Self
 
 from rich.console import Console, Group
@@ -21,7 +23,8 @@ class LiveView:
     """Context manager that shows snapshots of a run on a console."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
+        self.console = console
+        self.seconds_per_step: float | None = None
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._last_line = 0.0
         self._last_shown = ("", 0)  # message and step
@@ -42,6 +45,7 @@ class LiveView:
 
     def show(self, snapshot: RunSnapshot) -> None:
         """Show a snapshot; without a terminal, only if one is due."""
+        self.seconds_per_step = snapshot.seconds_per_step
         if self._live is not None:
             bar = ProgressBar(total=snapshot.total_steps or None, completed=snapshot.step)
             self._live.update(Group(Text(plain_line(snapshot)), bar), refresh=True)
@@ -57,7 +61,41 @@ class LiveView:
             self._print(snapshot)
 
     def _print(self, snapshot: RunSnapshot) -> None:
-        self._console.print(plain_line(snapshot), highlight=False, markup=False, soft_wrap=True)
+        self.console.print(plain_line(snapshot), highlight=False, markup=False, soft_wrap=True)
+
+
+class StopSignal:
+    """Makes the first of these signals stop and save a run; a second, or one before training, ends it at once."""
+
+    def __init__(self, view: LiveView, *numbers: int) -> None:
+        self.has_begun = self._is_set = False
+        self._view, self._numbers = view, numbers
+
+    def begin(self) -> None:
+        """Record that training has begun: from now on a signal stops and saves the run."""
+        self.has_begun = True
+
+    def __call__(self) -> bool:
+        """Return whether a stop was requested."""
+        return self._is_set
+
+    def __enter__(self) -> Self:
+        self._previous = {number: signal.signal(number, self._handle) for number in self._numbers}
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        is_second, self._is_set = self._is_set, True
+        if is_second or not self.has_begun:
+            raise KeyboardInterrupt
+        seconds = self._view.seconds_per_step
+        pace = "" if seconds is None else f" (a step takes about {seconds:.2g} s)"
+        self._view.console.print(
+            f"[yellow]Stopping: finishing the current batch{pace} and saving. Press Ctrl-C again to quit now.[/]"
+        )
 
 
 def _log_to_stderr() -> None:
