@@ -65,7 +65,7 @@ class LiveView:
 
 
 class StopSignal:
-    """Makes the first of these signals stop and save a run; a second, or one before training, ends it at once."""
+    """Makes the first signal of these numbers stop and save a run; a second, or one before training, ends it."""
 
     def __init__(self, view: LiveView, *numbers: int) -> None:
         self.has_begun = self._is_set = False
