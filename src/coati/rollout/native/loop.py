@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -140,12 +141,11 @@ class NativeEngine:
             self._extend_pages(num_steps)
             if self._alive:
                 self._run(num_steps, self._compact())
-        # With columns the host sees at once whether a sample has ended.
-        has_ended = not self._by_columns or not all(self._slots.arrays.alive[one.place.slot] for one in self._alive)
-        if self._samples and has_ended:
+        if not self._is_captured:
+            self._finish_samples(self._ended_on_cpu())
+        elif self._samples:
             self._take_snapshot()
-        max_snapshots = MAX_SNAPSHOTS if self._is_captured else 1
-        while self._snapshots and (len(self._snapshots) >= max_snapshots or self._steps_left <= 0):
+        while self._snapshots and (len(self._snapshots) >= MAX_SNAPSHOTS or self._steps_left <= 0):
             self._finish_samples(self._snapshots.popleft().ended())
         ended, self._ended = self._ended, []
         return ended
@@ -273,15 +273,17 @@ class NativeEngine:
         place.pages, place.num_cached, place.num_shared, place.is_finite = [], 0, 0, True
         self._page_table_is_stale = True
         if self._by_columns:
-            self._slots.alive[place.slot] = False
+            self._slots.arrays.alive[place.slot] = False
 
     # Admission and completion
 
     def _admit(self) -> bool:
         """Start waiting samples as far as slots and pages allow; return False if none started."""
+        if not self._waiting:
+            return False
         used = len(self._samples)
         free = deque(slot for slot in range(self._max_slots) if slot >= used or self._samples[slot] is None)
-        if not self._waiting or (self._waiting[0].place.slot < 0 and not self._is_prefill_due(len(free))):
+        if self._waiting[0].place.slot < 0 and not self._is_prefill_due(len(free)):
             return False
         self._enlarge_buffers()
         num_alive, new = len(self._alive), list[Sample]()
@@ -341,6 +343,16 @@ class NativeEngine:
     def _take_snapshot(self) -> None:
         state = self._responses.state(self._slots, len(self._samples))
         self._snapshots.append(Snapshot(state, [one if one and one.place.pages else None for one in self._samples]))
+
+    def _ended_on_cpu(self) -> list[Ended]:
+        """Return samples that have ended, which on a CPU the host sees without a snapshot."""
+        slots, responses, ended = self._slots.arrays, self._responses.arrays, []
+        for sample in self._alive:
+            slot, row = sample.place.slot, sample.place.row
+            if not slots.alive[slot]:
+                is_finite = bool(np.isfinite(responses.log_probs[row]).all())
+                ended.append(Ended(sample, int(slots.steps[slot]), not responses.has_ended[row], is_finite))
+        return ended
 
     def _finish_samples(self, ended: Sequence[Ended]) -> None:
         """Store the responses of samples that have ended, and free their slots."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coati.experience import Sample
@@ -13,6 +14,8 @@ from coati.rollout.native.slots import on_device
 
 # Maximum tokens per pass: enough for matrix products to run at full speed on a GPU, at little memory.
 PASS_TOKENS = 16384
+
+Integers = NDArray[np.int64]
 
 
 class PrefillBatch(NamedTuple):
@@ -57,26 +60,37 @@ def prefill_batch_of(samples: Sequence[Sample], page_size: int, device: torch.de
     distinct: dict[tuple[int, ...], int] = {}
     which = [distinct.setdefault(tuple(text_of(sample)), len(distinct)) for sample in samples]
     lengths = tuple(map(len, distinct))
-    starts = [0, *accumulate(lengths)]
     num_past: int = samples[0].place.num_cached
-    positions = np.concatenate([np.arange(num_past, num_past + length) for length in lengths])
+    sizes, starts = np.array(lengths), np.array([0, *accumulate(lengths)])
     tokens = np.concatenate([np.array(text) for text in distinct])
-    stored = []
-    for sample, text in zip(samples, which, strict=True):
-        places = np.arange(max(num_past, sample.place.num_shared * page_size), num_past + lengths[text])
-        pages = np.array(sample.place.pages)[places // page_size]
-        stored.append(np.stack([places + (starts[text] - num_past), pages, places % page_size]))
-    read = on_device(np.stack([tokens, positions]), device)
-    where = on_device(np.concatenate(stored, axis=1), device)
+    read = on_device(np.stack([tokens, _ranges(np.full_like(sizes, num_past), sizes)]), device)
+    # What a sample writes starts behind the pages that another one fills.
+    first = np.array([max(num_past, sample.place.num_shared * page_size) for sample in samples])
+    counts = sizes[which] + num_past - first
+    places = _ranges(first, counts)
+    pages = [sample.place.pages for sample in samples]
+    own_pages = np.repeat([0, *accumulate(map(len, pages[:-1]))], counts) + places // page_size
+    sources = np.repeat(starts[which] - num_past, counts) + places
+    written = on_device(np.stack([sources, np.concatenate(pages)[own_pages], places % page_size]), device)
     return PrefillBatch(
         tokens=read[0],
         positions=read[1],
-        starts=on_device(np.array(starts, dtype=np.int32), device),
+        starts=on_device(starts.astype(np.int32), device),
         lengths=lengths,
         which=on_device(which, device),
-        sources=where[0],
-        pages=where[1],
-        offsets=where[2],
+        sources=written[0],
+        pages=written[1],
+        offsets=written[2],
         num_past=num_past,
         past=samples[0].place.pages,
     )
+
+
+def _ranges(starts: Integers, counts: Integers) -> Integers:
+    """Return all numbers of several ranges, given the start and size of each.
+
+    >>> _ranges(np.array([5, 0]), np.array([2, 3])).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    ends = counts.cumsum()
+    return np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
