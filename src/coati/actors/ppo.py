@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -103,6 +104,7 @@ class PlainPPOTrainer(Trainer):
         self._max_staleness = options.topology.max_staleness  # negative: unbounded
         self._version_metrics: dict[str, float] = {}  # of the latest version
         self._num_steps_unpublished = 0
+        self._found: tuple[Experience | None] | None = None  # this rank's next batch, while other ranks wait for theirs
         self._sender = self._make_sender()
         self._sync: Future[None] | None = None  # the last full update
         # Held while weights change and while they are read for publishing, so that no update mixes two versions.
@@ -222,13 +224,17 @@ class PlainPPOTrainer(Trainer):
         """Send the current weights to makers that missed this version, without waiting for the next one.
 
         They include the steps of the current episode, so with `update_steps` above 1 one version number can stand for
-        two sets of weights. Sharded parameters, which only all ranks together can gather, wait for the next version.
+        two sets of weights. Parameters that are sharded over ranks are gathered by all of them, in `_try_batch`.
         """
         self._sender.check()
-        if not self.strategy.shards_parameters and self._sender.recipients.need_all:
-            with self._hold_weights():
-                update = self._sender.begin_update(self.version, fully_update=True, only_behind=True)
-            self._sender.end_update(update)
+        is_sharded = self.strategy.shards_parameters and self.strategy.world_size > 1
+        if self._sender.recipients.need_all and not is_sharded:
+            self._send_to_late_makers()
+
+    def _send_to_late_makers(self) -> None:
+        with self._hold_weights():
+            update = self._sender.begin_update(self.version, fully_update=True, only_behind=True)
+        self._sender.end_update(update)
 
     def _update_remote_makers(self, fully_update: bool = False, **config: Any) -> None:
         """Send the weights as version `self.version`; `config` may hold `shard_size` in MiB.
@@ -335,6 +341,30 @@ class PlainPPOTrainer(Trainer):
             yield
         finally:
             self._weights_lock.release()
+
+    def _try_batch(self, seconds: float) -> "tuple[Experience | None] | None":
+        """Return this rank's answer once every rank has one; after a stop, `(None,)` at once.
+
+        A rank that waited in a collective operation instead could not update makers, whose samples the others need.
+        """
+        if self.strategy.world_size == 1:
+            return super()._try_batch(seconds)
+        self._found = self._found or super()._try_batch(seconds)
+        if self._found is not None:  # the other ranks have deadlines of their own
+            self._buffer.last_progress = time.monotonic()
+        with self._timeline.span("wait_ranks"):
+            mine = [self._found is None, self.should_stop(), self._sender.recipients.need_all]
+            sums = self.strategy.all_reduce_sum(torch.tensor(mine, dtype=torch.int64, device=self.strategy.device))
+            num_waiting, num_stopped, num_behind = sums.tolist()
+        if num_waiting and not num_stopped:
+            if num_behind and (self.strategy.shards_parameters or self._sender.recipients.need_all):
+                self._send_to_late_makers()
+            return None
+        found, self._found = self._found or (None,), None
+        if not num_waiting:
+            return found
+        self.give_back(found[0])
+        return (None,)
 
     def agree(self, has_data: bool, is_stopped: bool) -> bool:
         """Decide with all other ranks whether to take a step: a rank that went alone would wait for them forever."""

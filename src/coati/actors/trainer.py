@@ -141,9 +141,7 @@ class Trainer(Worker, ABC):
         for _ in range(num_batches):
             batch = self.next_batch()
             if not self.agree(batch is not None, batch is None and self.should_stop()):
-                if batch is not None:
-                    logger.warning("dropped a batch of %d samples: another rank was stopped", batch.num_samples)
-                    self._buffer.give_back(batch)
+                self.give_back(batch)
                 break
             if batch is None:
                 batch = Experience.blank(0)
@@ -153,6 +151,12 @@ class Trainer(Worker, ABC):
                 batches.append(batch)
         self.notify("on_epoch_end", 0)
         return num_fresh, batches
+
+    def give_back(self, batch: Experience | None) -> None:
+        """Return a batch to the buffer, if there is one, because another rank was stopped."""
+        if batch is not None:
+            logger.warning("dropped a batch of %d samples: another rank was stopped", batch.num_samples)
+            self._buffer.give_back(batch)
 
     def train_on(self, batch: Experience) -> None:
         """Take a training step; record its time and metrics."""
@@ -236,8 +240,6 @@ class Trainer(Worker, ABC):
 
     def next_batch(self) -> Experience | None:
         """Wait for a batch; None if training was stopped, or all makers have finished and no samples are left."""
-        if self._is_exhausted:
-            return None
         with self._timeline.span("wait_data"):
             (batch,) = wait_in_slices(
                 self._try_batch,
@@ -254,7 +256,7 @@ class Trainer(Worker, ABC):
 
     def _try_batch(self, seconds: float) -> "tuple[Experience | None] | None":
         """Return a batch in a tuple, or `(None,)` if no more will come; None if there is none yet."""
-        if self.should_stop():
+        if self._is_exhausted or self.should_stop():
             return (None,)
         batch = self._buffer.try_sample(seconds)
         if batch is not None:

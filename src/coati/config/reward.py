@@ -1,5 +1,6 @@
 """The section `[reward]`."""
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -106,6 +107,6 @@ class RewardSettings(RewardSource, section="reward"):
             )
             yield "", "given as exactly one of function, model and terms", ways, remedy
         labels = [term.label for term in self.terms]
-        if len(set(labels)) < len(labels):
+        if len({re.sub("[^a-z0-9]", "_", label.lower()) for label in labels}) < len(labels):  # as metrics spell them
             remedy = "Set their names. In Python, define functions with def instead of lambda."
             yield "terms", "rewards with different names", labels, remedy

@@ -180,8 +180,10 @@ class RunLog:
                     _EQUAL_STEPS,
                     metrics["reward/mean"],
                 )
-        elif self._rows:  # of an update; if the row of its step is already written, they go into the next
-            next((row for row in self._rows if row["step"] == step), self._rows[0]).update(metrics)
+        elif (row := next((row for row in self._rows if row["step"] == step), None)) is not None:
+            row.update(metrics)  # of a weight update
+        elif self._rows:  # the row of its step is already written, so they go into the next, unless that has its own
+            self._rows[0] = metrics | self._rows[0]
 
     def _write_spans(self, actor: str, spans: Sequence[Span]) -> None:
         if not spans or self._num_spans_left == 0:

@@ -59,6 +59,11 @@ def allowed_environment(environment: Mapping[str, str], more: Iterable[str] = ()
 @contextlib.contextmanager
 def connected(config: RunSettings, *, address: str | None, namespace: str, log_to_driver: bool) -> Iterator[bool]:
     """Connect to Ray for the duration of a run; yields whether Ray is private, that is, was started for this run."""
+    if ray.is_initialized():  # its owner would lose its actors when the run ends
+        raise ConfigError(
+            "this process is already connected to Ray, but a run needs a connection of its own. Call ray.shutdown() "
+            "first, or train in another process."
+        )
     if address is not None:
         _check_address(address)
         try:

@@ -373,6 +373,10 @@ def test_paths_in_a_file_are_relative_to_its_folder_first(tmp_path, monkeypatch)
         ),
         ({"terms": [{"function": "a:b", "model": "m"}]}, r'terms\[0\].*got \["function", "model"\]'),
         ({"terms": [{"function": "a:b"}, {"function": "c:b"}]}, r'different names, got \["b", "b"\]'),
+        (
+            {"terms": [{"function": "a:b", "name": "A-b"}, {"function": "c:d", "name": "a_b"}]},
+            r'different names, got \["A-b", "a_b"\]',
+        ),
         ({"terms": [{"function": "a:b", "weight": float("inf")}]}, "weight must be a finite number, got inf"),
         ({"function": "a:b", "options": {"API_KEY": "sk-1"}}, r'options.API_KEY must be unset, .*got "\*\*\*"'),
         ({"function": "a:b", "columns": {"answer": 3}}, r"reward.columns.answer must be a valid string, got 3"),

@@ -335,6 +335,18 @@ def test_after_a_restart_of_the_trainers_later_records_are_dropped_and_replaced(
     assert [row["version"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [0, 1, 2, 3]
 
 
+def test_reports_that_restarted_trainers_repeat_do_not_replace_those_of_later_steps(tmp_path):
+    log = RunLog(tmp_path, total_steps=6)
+    reports = [trained(step, step - 1) for step in (1, 2, 3)]
+    updates = [trained(step, step, **{"weights/publish_seconds": float(step)}) for step in (1, 2, 3)]
+    log.take("trainer-0", [reports[0], updates[0], reports[1], updates[1], reports[2], updates[2]])
+    log.take("maker-0", [made(2, reward=1.0)])  # so the rows of steps 1 and 2 are written
+    log.continue_from(3, 3, is_restart=True)
+    log.take("trainer-0", [reports[1], updates[1], reports[2]])
+    log.flush()
+    assert [row["weights/publish_seconds"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 3.0]
+
+
 def evaluated(version):
     return {"evaluation": {"name": "held-out", "version": version, "avg@1": float(version)}}
 

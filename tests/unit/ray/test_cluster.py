@@ -54,6 +54,17 @@ def connect(config, address=None):
     return cluster.connected(config, address=address, namespace="n", log_to_driver=False)
 
 
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_a_program_that_uses_ray_keeps_its_connection(fake_ray, config, monkeypatch, address):
+    closed = []
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: closed.append(True))
+    with pytest.raises(ConfigError, match=r"Call ray\.shutdown\(\)"), connect(config, address):
+        pass
+    assert not closed
+    assert not fake_ray.folders
+
+
 def left_behind(tmp_path):
     return [path.name for path in tmp_path.iterdir() if path.name.startswith("coati-")]
 
