@@ -410,7 +410,6 @@ mixed_precision = {arguments.mixed_precision if is_gpu else "false"}
 makers = {arguments.makers}
 lead = {lead}
 max_staleness = {lead}
-update_lora_weights = {"true" if arguments.lora_rank else "false"}
 gpus_per_maker = {1 - arguments.trainer_share if is_gpu else 0}
 gpus_per_trainer = {arguments.trainer_share if is_gpu else 0}
 

@@ -59,12 +59,12 @@ class PlainStrategy:
             yield {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in chunk.items()}
 
 
-def make_sender(models, peers, names, *, strategy=None, seconds=60.0, timeline=None, shared=None, **options):
-    """Create a sender with chunks of 64 bytes."""
+def make_sender(models, peers, names, *, strategy=None, seconds=60.0, timeline=None, chunk_mib=64 / 2**20, **options):
+    """Create a sender, by default with chunks of 64 bytes."""
     recipients = Recipients(peers, names, Deadlines(start_seconds=seconds, update_seconds=seconds))
-    settings = TopologySettings(**{"chunk_mib": 64 / 2**20} | options)
+    settings = TopologySettings(chunk_mib=chunk_mib)
     timeline = timeline or Timeline()
-    return WeightSender(models, strategy or PlainStrategy(), recipients, settings, timeline=timeline, shared=shared)
+    return WeightSender(models, strategy or PlainStrategy(), recipients, settings, timeline=timeline, **options)
 
 
 class Sent(NamedTuple):

@@ -55,6 +55,7 @@ class SynchronousRun(PlainPPOTrainer):
             [_MAKER],
             functools.partial(build.make_strategy, config, "trainer"),
             functools.partial(build.trainer_models, config),
+            update_lora_weights=config.lora.rank > 0,
             options=options if rules is None else dataclasses.replace(options, rules=rules, journal=None),
             host=Host(_TRAINER, peers, stop),
         )
@@ -64,7 +65,6 @@ class SynchronousRun(PlainPPOTrainer):
                 [_TRAINER],
                 functools.partial(build.make_strategy, config, "maker"),
                 functools.partial(build.maker_models, config, parts.reward),
-                update_lora_weights=config.topology.update_lora_weights,
                 options=MakerOptions.of_run(config, parts),
                 host=Host(_MAKER, peers, stop),
             )

@@ -329,7 +329,7 @@ def test_weights_reach_the_maker_as_in_a_detached_run(run, monkeypatch):
         lora={"rank": 2},
         model={"dtype": "bfloat16"},
         train={"mixed_precision": True, "total_steps": 2},
-        topology={"update_lora_weights": True, "chunk_mib": 1e-3},
+        topology={"chunk_mib": 1e-3},
     )
     manifests = [message.manifest for message in messages if message.manifest is not None]
     assert [manifest.is_full for manifest in manifests] == [True, False, False]

@@ -37,7 +37,7 @@ class TrainerOptions:
     train: TrainSettings = dataclasses.field(default_factory=TrainSettings)
     algorithm: AlgorithmSettings = dataclasses.field(default_factory=lambda: AlgorithmSettings(correction="none"))
     topology: TopologySettings = dataclasses.field(default_factory=lambda: TopologySettings(max_staleness=-1))
-    """The trainer uses only the staleness bound, `update_lora_weights` and the chunk size."""
+    """The trainer uses only the staleness bound and the chunk size."""
     deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     seed: int = 0
     num_threads: int = 0  # torch CPU threads; 0 keeps torch's default

@@ -66,12 +66,10 @@ class PlainPPOTrainer(Trainer):
     ) -> None:
         options = options or TrainerOptions()
         clips = {"eps_clip": ("eps_clip", eps_clip, 0.2), "value_clip": ("value_clip", value_clip, 0.4)}
-        lora = {"update_lora_weights": ("update_lora_weights", update_lora_weights, False)}
         self.options = options = dataclasses.replace(
             options,
             train=options.train.with_arguments("options.train", train_batch_size=("batch_size", train_batch_size, 8)),
             algorithm=options.algorithm.with_arguments("options.algorithm", **clips),
-            topology=options.topology.with_arguments("options.topology", **lora),
         )
         apply_env_info(env_info)
         set_up_cpu(options.num_threads)
@@ -105,7 +103,7 @@ class PlainPPOTrainer(Trainer):
         self._version_metrics: dict[str, float] = {}  # of the latest version
         self._num_steps_unpublished = 0
         self._found: tuple[Experience | None] | None = None  # this rank's next batch, while other ranks wait for theirs
-        self._sender = self._make_sender()
+        self._sender = self._make_sender(only_trained=update_lora_weights)
         self._sync: Future[None] | None = None  # the last full update
         # Held while weights change and while they are read for publishing, so that no update mixes two versions.
         self._weights_lock = threading.RLock()  # reentrant: a sync publishes while it holds the lock
@@ -149,7 +147,7 @@ class PlainPPOTrainer(Trainer):
         for record in counters.get("records", ()):
             self._records.append(record)
 
-    def _make_sender(self) -> WeightSender:
+    def _make_sender(self, *, only_trained: bool) -> WeightSender:
         device = self.strategy.device
         return WeightSender(
             self._learner.models,
@@ -157,6 +155,7 @@ class PlainPPOTrainer(Trainer):
             Recipients(self.host.peers, self.maker_names, self.deadlines),
             self.options.topology,
             timeline=self._timeline,
+            only_trained=only_trained,
             source=self.host.name or "trainer",
             shared=SharedGpuMemory(device) if device.type == "cuda" and self.host.may_lend_memory else None,
             incarnation=self.options.incarnation,

@@ -171,9 +171,6 @@ class RunSettings(Section):
 
     def _conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         dtype = self.model.dtype
-        if self.topology.update_lora_weights and not self.lora.rank:
-            remedy = "Set lora.rank, for example to 8, or set topology.update_lora_weights to false."
-            yield "topology.update_lora_weights", "false while lora.rank is 0", True, remedy
         if self.train.mixed_precision and dtype != "bfloat16":
             remedy = 'Set model.dtype to "bfloat16", the compute format.'
             yield "train.mixed_precision", f'false while model.dtype is "{dtype}"', True, remedy

@@ -248,7 +248,6 @@ class TopologySettings(Section, section="topology"):
         False,
         "Join a Ray cluster (--address) without token authentication, on which anyone who can reach it can run code.",
     )
-    update_lora_weights: bool = setting(False, "Send only the LoRA adapters to the makers.")
     chunk_mib: float = setting(
         64.0,
         "Maximum size of the chunks in which weights are sent, in MiB; a larger tensor is one chunk. Between actors on "

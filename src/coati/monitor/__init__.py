@@ -2,7 +2,6 @@
 
 from coati.monitor.metrics import Max as Max
 from coati.monitor.metrics import Mean as Mean
-from coati.monitor.metrics import Min as Min
 from coati.monitor.metrics import Sum as Sum
 from coati.monitor.metrics import load_metrics as load_metrics
 from coati.monitor.metrics import read_jsonl as read_jsonl

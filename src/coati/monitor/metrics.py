@@ -62,14 +62,6 @@ class Max(Metric):
         return one if math.isnan(one) or one >= other else other
 
 
-class Min(Metric):
-    """The smallest value. NaN wins, as with `Max`."""
-
-    @staticmethod
-    def _reduce(one: float, other: float) -> float:
-        return one if math.isnan(one) or one <= other else other
-
-
 def merge_metrics(held: dict[str, Metric], metrics: Mapping[str, Metric]) -> None:
     """Merge `metrics` into `held` by name. The type of a metric must not change."""
     for name, metric in metrics.items():

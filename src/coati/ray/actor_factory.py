@@ -54,6 +54,7 @@ class ActorFactory:
                 strategy_fn=functools.partial(build.make_strategy, config, "trainer"),
                 model_fn=functools.partial(build.trainer_models, config),
                 env_info=env_info,
+                update_lora_weights=config.lora.rank > 0,
                 options=TrainerOptions.of_run(config, self._parts, rank=rank, resume=resume, incarnation=incarnation),
             )
             for rank, (ray_options, env_info) in enumerate(self._place_trainers())
@@ -70,7 +71,6 @@ class ActorFactory:
             strategy_fn=functools.partial(build.make_strategy, config, "maker"),
             model_fn=functools.partial(build.maker_models, config, self._parts.reward),
             sync_models_from_trainers=True,
-            update_lora_weights=config.topology.update_lora_weights,
             options=MakerOptions.of_run(config, self._parts, incarnation=self._num_created),
         )
 

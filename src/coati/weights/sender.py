@@ -63,6 +63,7 @@ class WeightSender:
     settings: TopologySettings
     _: dataclasses.KW_ONLY
     timeline: Timeline
+    only_trained: bool = False  # whether makers that have all weights get only those that are trained, such as adapters
     source: str = "trainer"  # unique among senders
     shared: SharedGpuMemory | None = None
     """GPU memory for makers to read from; if any maker cannot, weights are sent by value."""
@@ -122,7 +123,7 @@ class WeightSender:
     ) -> "Future[None]":
         """Read all weights and send their chunks as a version; the worker thread sends the manifest and waits.
 
-        First waits for the update in flight. `fully_update` sends all weights even if makers usually get only adapters;
+        First waits for the update in flight. `fully_update` sends all weights in spite of `only_trained`;
         `only_behind` sends only to makers that need all weights. `on_arrival` receives the seconds until all makers had
         verified the version, and its size in bytes.
         """
@@ -130,7 +131,7 @@ class WeightSender:
             self.settle()
         started = time.perf_counter()
         # Gathering is collective, so all ranks must agree on which weights to gather.
-        is_full = not self.settings.update_lora_weights or fully_update
+        is_full = not self.only_trained or fully_update
         is_full = is_full or self.strategy.any_rank(self.recipients.need_all)
         memory = self._choose_memory()
         header = UpdateHeader(

@@ -181,7 +181,6 @@ BROKEN = [
     ('rollout.samples_per_prompt="eight"', "a valid integer", '"eight"', "default, 1"),
     ('train.actor_lr="1e-6"', "a valid number", '"1e-6"', "Write 1e-6 without quotes"),
     ('prompts.shuffle="false"', "a valid boolean", '"false"', "Write false without quotes"),
-    ("topology.update_lora_weights=true", "while lora.rank is 0", "true", "Set lora.rank"),
 ]
 
 
@@ -321,13 +320,13 @@ def test_a_section_that_is_not_a_table(tmp_path):
 
 
 def test_problems_are_reported_together_and_conflicts_between_sections_afterwards():
-    between = "topology.update_lora_weights=true"
+    between = "train.mixed_precision=true"  # while model.dtype is "float32"
     message = error_of("train.batch_size=true", "train.zzz=1", "lora.alpha=0.5", "rollout.top_k=-1", between)
     lines = message.splitlines()
     assert lines[0] == "3 settings are wrong:"
     keys = ["rollout.top_k", "train.batch_size", "train.zzz"]
     assert [key for line, key in zip(lines[1:], keys, strict=True) if key in line] == keys
-    assert "topology.update_lora_weights" in error_of(between)
+    assert "train.mixed_precision" in error_of(between)
 
 
 def test_the_algorithm_is_set_in_one_place(tmp_path):
@@ -435,7 +434,6 @@ def test_dump_then_load_is_the_identity(tmp_path):
         'rollout.generate={ stop_strings = ["\\n", "é\\"\\\\"] }',
         "rollout.vllm={ cache_config = { deep = [1, 2.5, true] } }",
         "lora.rank=4",
-        "topology.update_lora_weights=true",
         "train.actor_lr=1e-7",
         "run.output=odd \x7f \x01 \r name",
     ]

@@ -114,7 +114,7 @@ def test_floats_are_sent_in_the_learners_compute_dtype(trained, make_models):
 def test_adapter_updates_hold_only_trained_weights(trained, make_models):
     trained["actor"].requires_grad_(False)
     maker = Maker(make_models(0))
-    sender = make_sender(trained, ThreadPeers(maker=maker), ["maker"], update_lora_weights=True)
+    sender = make_sender(trained, ThreadPeers(maker=maker), ["maker"], only_trained=True)
     sizes = []
     sender.send(1, on_arrival=lambda _, num_bytes: sizes.append(num_bytes))
     assert maker.models["critic"].weight.equal(trained["critic"].weight)
@@ -579,7 +579,7 @@ class Run:
     def __init__(self, models, *, seconds=60.0, first=("old", "new"), shared=None):
         self.old, self.new = Rejecting(), Rejecting()
         self.peers = ThreadPeers(old=self.old, new=self.new)
-        self.sender = make_sender(models, self.peers, first, seconds=seconds, update_lora_weights=True, shared=shared)
+        self.sender = make_sender(models, self.peers, first, seconds=seconds, only_trained=True, shared=shared)
         self._version = 0
         self.send()
 
@@ -860,7 +860,7 @@ def test_all_ranks_send_all_weights_if_one_ranks_maker_needs_them(make_models, t
             return condition or self.others
 
     maker, group = Maker(make_models(0)), Group()
-    sender = make_sender(trained, ThreadPeers(maker=maker), ["maker"], strategy=group, update_lora_weights=True)
+    sender = make_sender(trained, ThreadPeers(maker=maker), ["maker"], strategy=group, only_trained=True)
     sender.send(1)
     assert maker.models["actor"].body.weight.equal(make_models(0)["actor"].body.weight)
     group.others = True
