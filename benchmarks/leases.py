@@ -236,8 +236,8 @@ class SlotPrompts(WorkSource):
     def wait_for_work(self, room: int) -> list[Sample] | None:  # noqa: ARG002
         return self._maker.draw()
 
-    def settle_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
-        return self._maker.prompts.settle_leases(batch, items)
+    def close_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
+        return self._maker.prompts.close_leases(batch, items)
 
 
 class Maker:

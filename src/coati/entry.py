@@ -296,7 +296,7 @@ def execute(
         log.state.message = "loading libraries"
         options: dict[str, Any] = {"on_progress": on_progress, "should_stop": should_stop}
         if start is not None:
-            log.stand_at(start.step, start.version)
+            log.set_position(start.step, start.version)
             log.state.message = f"the run continues from {start}"
             options["checkpoint"] = start.checkpoint
         on_progress(log.snapshot())

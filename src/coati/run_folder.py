@@ -59,8 +59,8 @@ def check_run_folder(config: RunSettings, *, overwrite: bool) -> None:
             _lock(file, folder, fcntl.LOCK_SH)
     elif folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(
-            f"run.output {str(folder)!r} is not empty and not a coati run. Choose another folder. If it holds a "
-            f"run of an older version that may be replaced, create the file {str(marker)!r} first."
+            f"run.output {str(folder)!r} is not empty and not a coati run. Choose another folder. To replace a "
+            f"run of an older version of coati there, first create the file {str(marker)!r}."
         )
     if not overwrite and any((folder / name).exists() for name in _RESULTS):
         raise ConfigError(

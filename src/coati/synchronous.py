@@ -50,7 +50,7 @@ class SynchronousRun(PlainPPOTrainer):
         self._config, self._log, self._on_progress = config, log, on_progress
         self._cursors = dict.fromkeys((_MAKER, _TRAINER), (0, 0))  # records and spans logged so far
         parts, peers, stop = parts or Parts(), LocalPeers(), _PolledStop(should_stop)
-        options = TrainerOptions.of_run(config, parts, resume=checkpoint)
+        options = TrainerOptions.from_run(config, parts, resume=checkpoint)
         super().__init__(
             [_MAKER],
             functools.partial(build.make_strategy, config, "trainer"),
@@ -65,7 +65,7 @@ class SynchronousRun(PlainPPOTrainer):
                 [_TRAINER],
                 functools.partial(build.make_strategy, config, "maker"),
                 functools.partial(build.maker_models, config, parts.reward),
-                options=MakerOptions.of_run(config, parts),
+                options=MakerOptions.from_run(config, parts),
                 host=Host(_MAKER, peers, stop),
             )
         peers.targets |= {_TRAINER: self, _MAKER: self.maker}
@@ -106,7 +106,7 @@ class SynchronousRun(PlainPPOTrainer):
     def publish(self) -> None:
         """Update the maker to the next version of the weights."""
         super().publish()
-        self._sender.settle()
+        self._sender.wait_until_idle()
 
     def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
         """Save a checkpoint if one is due, after writing all steps so far to the log."""
@@ -137,7 +137,7 @@ class SynchronousRun(PlainPPOTrainer):
         for name, one in ((_MAKER, self.maker), (_TRAINER, self)):
             report = one.report(*self._cursors[name])
             self._cursors[name] = report.records.cursor, report.spans.cursor
-            self._log.take(name, report.records.records, report.spans.records)
+            self._log.add_report(name, report.records.records, report.spans.records)
 
 
 class _PolledStop(threading.Event):

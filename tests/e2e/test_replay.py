@@ -49,7 +49,7 @@ class InterleavedMaker(Maker):
                 ["trainer"],
                 functools.partial(build.make_strategy, config, "maker"),
                 functools.partial(build.maker_models, config),
-                options=MakerOptions.of_run(config, build.Parts()),
+                options=MakerOptions.from_run(config, build.Parts()),
                 host=Host(name, peers),
             )
         self._mail, self._scored = [], []
@@ -77,7 +77,7 @@ class InterleavedMaker(Maker):
             scored = self._scored.pop(0)
             made = self.pipeline.finish_batch(scored)
             items = [] if made is None else split_experience_batch(made)
-            self._sender.send(self.prompts.settle_leases(scored, items))
+            self._sender.send(self.prompts.close_leases(scored, items))
         if not self.pipeline.num_in_progress or dice.random() < 0.3:
             prompts = self.prompts.poll(dice.randrange(1, 4))
             if prompts is not None:
@@ -96,7 +96,7 @@ class Interleaved(PlainPPOTrainer):
             ["maker-0", "maker-1"],
             functools.partial(build.make_strategy, config, "trainer"),
             functools.partial(build.trainer_models, config),
-            options=TrainerOptions.of_run(config, build.Parts(), resume=checkpoint),
+            options=TrainerOptions.from_run(config, build.Parts(), resume=checkpoint),
             host=Host("trainer", peers),
         )
         self._makers = {name: InterleavedMaker(name, config, peers) for name in self.maker_names}
@@ -120,7 +120,7 @@ class Interleaved(PlainPPOTrainer):
 
     def publish(self):
         super().publish()
-        self._sender.settle()  # the mailboxes must depend on the dice only
+        self._sender.wait_until_idle()  # the mailboxes must depend on the dice only
 
     def _replace(self, name):
         """Kill the maker with its samples in flight; its successor gets the current weights."""

@@ -60,7 +60,7 @@ class Maker:
         if not self.work:
             return False
         batch, version = self.work.popleft()
-        items = self.prompts.settle_leases(
+        items = self.prompts.close_leases(
             MakerBatch(batch), [tiny.item(number) for number in [sample.id for sample in batch]]
         )
         for item in items:

@@ -20,7 +20,7 @@ ENV_INFO_KEYS = ("local_rank", "rank", "world_size", "master_addr", "master_port
 class Host:
     """The process that a trainer or maker runs in, possibly with others; `ActorHost` is a dedicated Ray actor."""
 
-    may_lend_memory = False
+    can_share_gpu_memory = False
     """Whether makers in other processes may read weights directly from this process's GPU memory."""
 
     def __init__(self, name: str = "", peers: Peers | None = None, stop: threading.Event | None = None) -> None:

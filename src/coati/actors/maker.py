@@ -102,11 +102,11 @@ class Maker(Worker):
     def workingloop(self, dataloader_fn: Callable[[], Any], num_epochs: int = 1, num_steps: int = 0) -> None:
         """Make and deliver experience from `num_steps` batches of `dataloader_fn()`, or from `num_epochs` passes."""
         self._state = "working"
-        self._timeline.take()  # the timeline measures this thread from here on
+        self._timeline.lap()  # the timeline measures this thread from here on
         try:
             with self._timeline.span("wait_weights"):
                 self._await_first_weights()
-            self._timeline.take()  # the metrics of this loop exclude earlier time
+            self._timeline.lap()  # the metrics of this loop exclude earlier time
             self.notify("on_loop_start")
             self.make_loop(dataloader_fn, num_epochs, num_steps).run()
             self._sender.flush()

@@ -47,14 +47,14 @@ class TrainerOptions:
     tokenizer: Callable[[], Any] | None = None  # loads the tokenizer that is saved with the actor; None saves none
     rules: LedgerRules | None = None  # the rules by which makers lease work; None accepts all deliveries
     journal: Callable[[], Journal] | None = None  # opens the journal that records all leases; None records none
-    has_reference: bool = False  # whether a KL of exactly 0 is a metric, because makers have a reference model
+    has_reference: bool = False  # whether makers measure the KL to a reference model, so a KL of 0 is a metric too
     incarnation: int = 0
     """How often the trainers of this run were restarted; makers reject updates from earlier incarnations."""
     evaluations: Callable[..., EvalSchedule] = EvalSchedule  # creates the evaluation schedule (trainer 0 only)
     learner: Callable[..., PPOLearner] = PPOLearner  # creates the learner, for example a subclass with another loss
 
     @classmethod
-    def of_run(
+    def from_run(
         cls, config: RunSettings, parts: Parts, *, rank: int = 0, resume: Path | None = None, incarnation: int = 0
     ) -> Self:
         """Build the options of one trainer of a run; only rank 0 schedules evaluations."""
@@ -101,7 +101,7 @@ class MakerOptions:
     `algorithm`, `seed` and `engine` that it declares."""
 
     @classmethod
-    def of_run(cls, config: RunSettings, parts: Parts, *, incarnation: int = 0) -> Self:
+    def from_run(cls, config: RunSettings, parts: Parts, *, incarnation: int = 0) -> Self:
         """Build the options of one maker of a run."""
         return cls(
             algorithm=config.algorithm,

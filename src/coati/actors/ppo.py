@@ -157,7 +157,7 @@ class PlainPPOTrainer(Trainer):
             timeline=self._timeline,
             only_trained=only_trained,
             source=self.host.name or "trainer",
-            shared=SharedGpuMemory(device) if device.type == "cuda" and self.host.may_lend_memory else None,
+            shared=SharedGpuMemory(device) if device.type == "cuda" and self.host.can_share_gpu_memory else None,
             incarnation=self.options.incarnation,
             on_read=None if self._leased is None or device.type != "cpu" else self._note_weights,
         )
@@ -187,7 +187,7 @@ class PlainPPOTrainer(Trainer):
         Steps taken since the last version, by hand or by the current episode of `fit`, become a version of their own.
         """
         self._refuse_in_group_fit("sync its makers", "fit sends new weights after every episode")
-        self._sender.settle()  # before taking the lock: a training step may be waiting for it
+        self._sender.wait_until_idle()  # before taking the lock: a training step may be waiting for it
         with self._hold_weights():
             if self._num_steps_unpublished > 0:
                 if self._leased is not None and self._state == "working":
@@ -280,7 +280,7 @@ class PlainPPOTrainer(Trainer):
 
     def publish(self) -> None:
         """Send the weights to the makers as the next version, through `_update_remote_makers` and the sender."""
-        self._version_metrics = trainer_metrics(self._timeline.take())
+        self._version_metrics = trainer_metrics(self._timeline.lap())
         with self._hold_weights():  # a concurrent sync may create a version too
             super().publish()
 
@@ -302,7 +302,7 @@ class PlainPPOTrainer(Trainer):
 
     def finish(self) -> None:
         """Wait until the makers have verified and evaluated the last update; raise its errors."""
-        self._sender.settle()
+        self._sender.wait_until_idle()
         self._sender.check()
         self._checkpoints.wait()
         self._evaluations.end(self.version)

@@ -87,7 +87,7 @@ class Trainer(Worker, ABC):
             if value < 1:
                 raise ConfigError(f"fit's {name} must be 1 or more, got {value}.")
         self._state, self._is_exhausted = "working", False
-        self._timeline.take()  # the metrics of this fit exclude earlier time
+        self._timeline.lap()  # the metrics of this fit exclude earlier time
         self._buffer.begin_fit()
         try:
             with device_errors_explained("the trainer's work between passes", _MEMORY_REMEDY):

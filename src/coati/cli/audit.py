@@ -9,7 +9,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from coati.errors import ReplayDiffers, counted
-from coati.ledger.audit import RunAccount, audit_run, life_of
+from coati.ledger.audit import RunAccount, audit_run, history_of
 from coati.monitor.metrics import read_jsonl
 
 _MOST_SHOWN = 100
@@ -20,13 +20,13 @@ def audit(
         Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run, finished or running.")
     ],
     sample: Annotated[
-        int | None, typer.Option(metavar="ID", min=0, help="Show the life of one sample instead, event by event.")
+        int | None, typer.Option(metavar="ID", min=0, help="Show the history of one sample instead.")
     ] = None,
 ) -> None:
     """Show the fate of every prompt group. Exits with status 1 if one was lost, trained on twice or too old."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if sample is not None:
-        console.print("\n".join(life_of(folder, sample)))
+        console.print("\n".join(history_of(folder, sample)))
         return
     account = audit_run(folder)
     table = Table("fate", "details", title=f"Account of {folder}", title_justify="left")

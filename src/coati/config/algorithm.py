@@ -33,7 +33,9 @@ class LossRow(NamedTuple):
     surrogate: str
     defaults: Mapping[str, Any] = MappingProxyType({})
     ratio: RatioKind = "token"  # per token, or of a whole response (GSPO)
-    weighs_age: bool = False  # its ratio is relative to the sampling policy: stale data needs no importance weights
+    corrects_off_policy: bool = (
+        False  # its ratio is relative to the sampling policy: stale data needs no importance weights
+    )
 
 
 _MASK = {"importance": "mask"}
@@ -42,8 +44,10 @@ LOSSES: Mapping[str, LossRow] = MappingProxyType(
     {
         "clip": LossRow("clipped"),
         # No lower bound, as in the paper; an upper bound of 5, as in ScaleRL.
-        "cispo": LossRow("cispo", {"eps_clip": 1.0, "eps_clip_high": 4.0}, weighs_age=True),
-        "dppo": LossRow("dppo", {"eps_clip": 0.2, "eps_clip_high": 0.2, "importance_cap": 20.0}, weighs_age=True),
+        "cispo": LossRow("cispo", {"eps_clip": 1.0, "eps_clip_high": 4.0}, corrects_off_policy=True),
+        "dppo": LossRow(
+            "dppo", {"eps_clip": 0.2, "eps_clip_high": 0.2, "importance_cap": 20.0}, corrects_off_policy=True
+        ),
         "sapo": LossRow("sapo"),
         "gspo": LossRow(
             "clipped", {"eps_clip": 3e-4, "eps_clip_high": 4e-4, "normalization": "sequence"}, ratio="sequence"
@@ -55,8 +59,8 @@ LOSSES: Mapping[str, LossRow] = MappingProxyType(
     }
 )
 
-_OF_CRITIC = ("adaptive_lam", "critic_warmup_steps")
-_OWN_LOSS = LossRow("own", weighs_age=True)
+_CRITIC_KEYS = ("adaptive_lam", "critic_warmup_steps")
+_OWN_LOSS = LossRow("own", corrects_off_policy=True)
 
 _IN_LOSS = {"kl_in": "loss", "kl_coef": 0.0, "kl_estimator": "k3", "whiten_advantages": False}
 
@@ -224,7 +228,7 @@ class AlgorithmSettings(Section, section="algorithm"):
         if self.correction != "auto":
             return self
         row = self.loss_row
-        is_off_policy = max_staleness != 0 and not row.weighs_age
+        is_off_policy = max_staleness != 0 and not row.corrects_off_policy
         is_off_policy |= row.ratio == "sequence" or self.importance == "mask"
         return self.model_copy(update={"correction": "decoupled" if is_off_policy else "none"})
 
@@ -239,7 +243,7 @@ class AlgorithmSettings(Section, section="algorithm"):
         if self.advantages == "group_over_mean" and self.kl_reward_coef:
             rule = f'"loss" {with_name} divides by the mean score: a penalty in the reward can make that 0 or less'
             yield "kl_in", rule, self.kl_in, "Remove it."
-        if not self.uses_critic and (key := next((key for key in _OF_CRITIC if getattr(self, key)), None)):
+        if not self.uses_critic and (key := next((key for key in _CRITIC_KEYS if getattr(self, key)), None)):
             yield key, f"0 {with_name} has no critic", getattr(self, key), "Use ppo or vapo."
         if self.kl_target and not self.kl_loss_coef:
             rule = '0 unless algorithm.kl_in is "loss" and algorithm.kl_coef, the initial weight, is above 0'

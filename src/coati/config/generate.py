@@ -12,7 +12,7 @@ from coati.errors import ConfigError, GenerateOptionError
 DEFAULT_MAX_NEW_TOKENS = 128
 
 # Supported by the reference engine only. None of them changes the distribution of a token.
-_OF_THE_REFERENCE = ["max_time", "stopping_criteria", "use_cache"]
+_REFERENCE_ONLY = ["max_time", "stopping_criteria", "use_cache"]
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -72,7 +72,7 @@ class GenerateOptions(SamplingSettings):
                 chosen[name] = value
         if isinstance(chosen.get("stop_strings"), str):
             chosen["stop_strings"] = [chosen["stop_strings"]]
-        extra = {name: chosen.pop(name) for name in _OF_THE_REFERENCE if name in chosen}
+        extra = {name: chosen.pop(name) for name in _REFERENCE_ONLY if name in chosen}
         try:
             return cls(**chosen, extra=extra)
         except ConfigError as error:
@@ -123,7 +123,7 @@ class GenerateOptions(SamplingSettings):
         return next(iter(self.eos_token_ids(model)), 0)
 
 
-KNOWN_OPTIONS = tuple(sorted({*GenerateOptions.model_fields, *_OF_THE_REFERENCE} - {"extra"}))
+KNOWN_OPTIONS = tuple(sorted({*GenerateOptions.model_fields, *_REFERENCE_ONLY} - {"extra"}))
 
 
 def _saved_values(model: Any, name: str) -> tuple[Any, Any]:

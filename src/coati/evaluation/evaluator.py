@@ -29,7 +29,7 @@ from coati.prompts.stream import PromptStream
 from coati.prompts.table import looks_local
 from coati.rewards import RewardScorer
 from coati.rewards.function import GivenReward
-from coati.rollout import GenerateOptions, RolloutEngine, generate, make_engine, prepared
+from coati.rollout import GenerateOptions, RolloutEngine, generate, make_engine, with_limits
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Evaluator:
         """Generate the samples and start to score them. The returned iterator waits for the scores."""
         options = GenerateOptions.parse(**self._config.rollout.generate_options).with_tokenizer(self._scorer.tokenizer)
         own: dict[str, Any] = {"model": engine.model, "seed": self.settings.seed, "needs_log_probs": False}
-        samples = prepared([one.changed(id=one.id + _FIRST_SAMPLE_ID) for one in drawn], options, **own)
+        samples = with_limits([one.changed(id=one.id + _FIRST_SAMPLE_ID) for one in drawn], options, **own)
         with device_errors_explained(f"evaluating {len(drawn)} samples of {self.settings.name!r}", MEMORY_REMEDY):
             experience = generate(engine, samples, version=version)
         tokens = experience.tokens_and_masks()

@@ -232,7 +232,7 @@ class LeasedBuffer(SampleBuffer):
         return "; ".join(parts) or ", ".join(makers) or "none has requested leases"
 
     def _next_batch(self) -> list[BufferItem] | None:
-        with self._changing_ledger(is_news=False):
+        with self._changing_ledger(wakes_waiters=False):
             while len(self._picked) < self.sample_batch_size:
                 number = self._ledger.pick()
                 if number is None:
@@ -244,12 +244,12 @@ class LeasedBuffer(SampleBuffer):
             return sorted(batch, key=lambda item: item.lease or ())
 
     @contextlib.contextmanager
-    def _changing_ledger(self, *, is_news: bool = True) -> Iterator[None]:
+    def _changing_ledger(self, *, wakes_waiters: bool = True) -> Iterator[None]:
         """Hold the lock while the ledger changes, then write its events to the journal and wake waiting consumers."""
         with self._lock:
             yield
             self._write_events()
-            if is_news:
+            if wakes_waiters:
                 self._changed.notify_all()
 
     def _write_events(self) -> None:

@@ -15,7 +15,7 @@ from coati.experience import Sample
 from coati.monitor.metrics import Mean, Metric, Sum
 from coati.monitor.timeline import Timeline
 from coati.rewards import PendingScores
-from coati.rewards.calling import recorded
+from coati.rewards.calling import to_json_value
 
 MEMORY_REMEDY = (  # remedy when a maker runs out of memory
     "Lower rollout.prompts_per_batch, rollout.samples_per_prompt or rollout.max_new_tokens, or give the maker more of "
@@ -110,7 +110,7 @@ def sample_facts(sample: Sample) -> dict[str, Any]:
     columns as JSON values, with long values truncated.
     """
     prompt = {"prompt": sample.columns["prompt"]} if "prompt" in sample.columns else {}
-    columns = {name: recorded(value) for name, value in sample.columns.items() if name != "prompt"}
+    columns = {name: to_json_value(value) for name, value in sample.columns.items() if name != "prompt"}
     return {**prompt, **sample.remarks, "columns": columns}
 
 

@@ -32,7 +32,7 @@ from coati.monitor.metrics import Sum
 from coati.monitor.timeline import Timeline
 from coati.prompts.batch import parse_prompts
 from coati.rewards import ModelReward, RewardScorer
-from coati.rollout import GenerateOptions, RolloutEngine, join_samples, make_engine, prepared
+from coati.rollout import GenerateOptions, RolloutEngine, join_samples, make_engine, with_limits
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         if self.algorithm.uses_groups:
             _check_groups(samples)
         is_grouped = self.algorithm.uses_groups
-        samples = prepared(samples, options, model=self.actor, seed=self.seed)
+        samples = with_limits(samples, options, model=self.actor, seed=self.seed)
         for sample in samples:
             sample.unit = sample.group if is_grouped and sample.group is not None else sample.id
         for unit in {sample.unit for sample in samples} & self._units.keys():

@@ -222,7 +222,7 @@ class ExperiencePipeline:
             "maker/quarantined": self.num_quarantined,
             "maker/skipped_prompts": num_skipped,
         }
-        use = self.timeline.take()
+        use = self.timeline.lap()
         make_seconds = max(1e-9, use.spent("generate", "score", "wait_rewards"))
         num_samples, scorer = experience.num_samples, self.experience_maker.reward_model
         texts = sample_texts(experience, scorer.tokenizer, samples_kept) if isinstance(scorer, RewardScorer) else []

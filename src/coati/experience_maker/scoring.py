@@ -20,7 +20,7 @@ from coati.errors import counted
 from coati.experience import Experience
 from coati.experience_maker.base import AllSamplesDropped, MakerBatch
 from coati.models import action_logprobs, action_values
-from coati.models.actor import explained_gap, packed_scoring_problem
+from coati.models.actor import max_rounding_gap, packed_scoring_problem
 from coati.models.packing import SCORED_TOKENS, row_parts, row_tokens
 from coati.monitor.metrics import Max, Mean, Metric
 
@@ -89,7 +89,7 @@ class GapWatch:
         gaps = (logprobs.float() - experience.action_log_probs[rows]).abs()[mask[rows]]
         mean = float(gaps.mean())
         dtype = next((parameter.dtype for parameter in actor.parameters()), torch.float32)
-        limit = explained_gap(dtype)
+        limit = max_rounding_gap(dtype)
         if not mean <= limit and not self._has_warned:
             self._has_warned = True
             logger.warning(

@@ -196,7 +196,7 @@ class WorkLoop:
                 self.record({"quarantined": sample, "version": batch.version})
         self._start_hooks()
         if experience is None:
-            self.source.settle_leases(batch, [])
+            self.source.close_leases(batch, [])
         else:
             self._deliver(batch, experience)
         self.notify("on_batch_end")
@@ -211,7 +211,7 @@ class WorkLoop:
         faults.reach("maker.before_deliver")
         self.notify("on_send_start")
         with self.pipeline.timeline.span("send"):
-            self.sender.send(self.source.settle_leases(batch, split_experience_batch(experience)))
+            self.sender.send(self.source.close_leases(batch, split_experience_batch(experience)))
         self.notify("on_send_end")
 
     def _start_hooks(self) -> None:

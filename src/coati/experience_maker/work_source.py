@@ -51,7 +51,7 @@ class WorkSource(ABC):
     def report_endings(self) -> None:  # noqa: B027  (nothing to report without leases)
         """Report ended leases to their trainers, and that this maker is busy with other work."""
 
-    def settle_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:  # noqa: ARG002
+    def close_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:  # noqa: ARG002
         """Account for the items made from a batch, and return those to deliver."""
         return items
 
@@ -142,7 +142,7 @@ class LeasedPrompts(WorkSource):
         """Number of prompts skipped so far."""
         return self.prompts.skipped.total()
 
-    def settle_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
+    def close_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
         """Attach leases to the items of a batch and return the items of complete groups. End leases of other groups."""
         leases = {sample.id: sample.lease for sample in batch.samples}
         made: dict[tuple[int, int] | None, list[BufferItem]] = {lease: [] for lease in leases.values()}
@@ -152,7 +152,7 @@ class LeasedPrompts(WorkSource):
         for lease, group in made.items():
             assert lease is not None
             if len(group) < self.rules.group_size:
-                self._end(Lease(*lease), *_why_it_ends([one for one in batch.samples if one.lease == lease], batch))
+                self._end(Lease(*lease), *_ending_reason([one for one in batch.samples if one.lease == lease], batch))
                 group.clear()
             for item in group:
                 item.lease, item.scored_by = lease, batch.version
@@ -191,7 +191,7 @@ class LeasedPrompts(WorkSource):
         return granted
 
 
-def _why_it_ends(samples: list[Sample], batch: MakerBatch) -> tuple[str, str]:
+def _ending_reason(samples: list[Sample], batch: MakerBatch) -> tuple[str, str]:
     """Return why no group is delivered for a lease, with the ids of the samples at fault, and the lease's fate."""
     fate = "quarantine" if any(sample.is_quarantined for sample in samples) else "drop"
     if lost := [sample for sample in samples if sample.drop_reason]:

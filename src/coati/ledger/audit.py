@@ -151,7 +151,7 @@ class RunAccount:
 
     @property
     def problems(self) -> list[str]:
-        """Violations because of which the account does not close; empty if it closes."""
+        """Violations because of which the account does not balance; empty if it does."""
         found = [problem for trainer in self.trainers for problem in trainer.problems]
         trained_by: dict[int, list[int]] = {}  # a number may move to another trainer only before it is trained on
         for trainer in self.trainers:
@@ -229,7 +229,7 @@ def account_of(journals: Sequence[JournalContent]) -> RunAccount:
     return RunAccount(trainers, notes)
 
 
-def life_of(folder: Path, sample: int) -> list[str]:
+def history_of(folder: Path, sample: int) -> list[str]:
     """Return the life of the group that a sample belongs to, as lines of text. Raises DataError for an unknown sample.
 
     Every line begins with the version that the trainer had reached.

@@ -152,7 +152,7 @@ def scoring_problem(model: nn.Module) -> str | None:
     return None
 
 
-def explained_gap(dtype: torch.dtype) -> float:
+def max_rounding_gap(dtype: torch.dtype) -> float:
     """Return the largest mean difference of log-probs that rounding explains in models of this dtype."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
 

@@ -1,4 +1,4 @@
-"""Progress on a console: a live line with a bar in a terminal, a new line every few seconds elsewhere. And Ctrl-C."""
+"""Progress on a console: a live line with a bar in a terminal, elsewhere a new line every few seconds; and Ctrl-C."""
 
 import datetime
 import logging

@@ -97,7 +97,7 @@ class RunLog:
         self._started = self._clock()
         self._reset_pace()
 
-    def stand_at(self, step: int, version: int) -> None:
+    def set_position(self, step: int, version: int) -> None:
         """Set the step and version from which the run continues; the pace excludes them."""
         self.state.step, self.state.version = step, version
         self._reset_pace()
@@ -127,9 +127,9 @@ class RunLog:
         self._last_row = int([{"step": 0}, *rows, *self._rows][-1]["step"])
         self._maker_version = self._next_sampled_version = version
         self._show(next((row for row in reversed(rows) if "reward/mean" in row), {}))
-        self.stand_at(step, version)
+        self.set_position(step, version)
 
-    def take(self, actor: str, records: Iterable[Mapping[str, Any]], spans: Sequence[Span] = ()) -> None:
+    def add_report(self, actor: str, records: Iterable[Mapping[str, Any]], spans: Sequence[Span] = ()) -> None:
         """Process the records and spans of an actor."""
         for record in records:
             if "warning" in record:

@@ -66,7 +66,7 @@ class TimeUse:
 class Timeline:
     """Records the activities of the thread that runs an actor's loop, in bounded memory.
 
-    The thread is the last one that called `take`, or else the one that created the timeline; other threads are ignored.
+    The thread is the last one that called `lap`, or else the one that created the timeline; other threads are ignored.
     Spans nest: an inner span interrupts the outer one, which is recorded in parts. If more than `capacity` spans are
     waiting to be fetched, the oldest are dropped.
     """
@@ -108,7 +108,7 @@ class Timeline:
         """Return how the time since the timeline was created was spent, including the span in progress."""
         return TimeUse(self._record() - self._began, dict(self._totals))
 
-    def take(self) -> TimeUse:
+    def lap(self) -> TimeUse:
         """Return how the time since the last call was spent. From now on, the calling thread is the one recorded."""
         if self._thread != threading.get_ident():
             self._thread, self._open = threading.get_ident(), []

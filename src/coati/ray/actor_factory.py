@@ -55,7 +55,7 @@ class ActorFactory:
                 model_fn=functools.partial(build.trainer_models, config),
                 env_info=env_info,
                 update_lora_weights=config.lora.rank > 0,
-                options=TrainerOptions.of_run(config, self._parts, rank=rank, resume=resume, incarnation=incarnation),
+                options=TrainerOptions.from_run(config, self._parts, rank=rank, resume=resume, incarnation=incarnation),
             )
             for rank, (ray_options, env_info) in enumerate(self._place_trainers())
         ]
@@ -71,7 +71,7 @@ class ActorFactory:
             strategy_fn=functools.partial(build.make_strategy, config, "maker"),
             model_fn=functools.partial(build.maker_models, config, self._parts.reward),
             sync_models_from_trainers=True,
-            options=MakerOptions.of_run(config, self._parts, incarnation=self._num_created),
+            options=MakerOptions.from_run(config, self._parts, incarnation=self._num_created),
         )
 
     def updated_by(self, rank: int, makers: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ from coati.ray.peers import RayPeers
 class ActorHost(Host):
     """The host of a Ray actor. Outside an actor, in a test for example, it has no name and does not set up logging."""
 
-    may_lend_memory = True
+    can_share_gpu_memory = True
 
     def __init__(self) -> None:
         super().__init__("", RayPeers())

@@ -191,7 +191,7 @@ class Supervisor:
             records = [record for record in records if "warning" in record]
         elif actor.name in self.trainers:
             self._log.state.buffer_batches = report.progress.num_waiting
-        self._log.take(actor.name, records, report.spans.records)
+        self._log.add_report(actor.name, records, report.spans.records)
 
     def _update_stall(self, maker: RunActor) -> None:
         """Release the leases of a maker that stops answering; the trainers refuse its late deliveries."""

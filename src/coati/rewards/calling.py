@@ -154,7 +154,7 @@ def read_verdicts(returned: Any, expected: int) -> list[Verdict]:
     return [_verdict(index, value) for index, value in enumerate(scores)]
 
 
-def raised(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """Describe an exception that a function raised, with its location."""
     places = traceback.extract_tb(error.__traceback__)[-1:]
     return f"raised {type(error).__name__}: {error}" + "".join(f" (at {at.filename}:{at.lineno})" for at in places)
@@ -165,7 +165,7 @@ def excerpt(text: str) -> str:
     return text if len(text) <= _EXCERPT_LENGTH else text[: _EXCERPT_LENGTH - 1] + "…"
 
 
-def recorded(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Return a value in a form that JSON can represent; a long one as truncated text."""
     try:
         text = json.dumps(value, default=str, ensure_ascii=False, allow_nan=False)
@@ -188,11 +188,11 @@ def _verdict(index: int, value: Any) -> Verdict:
     if isinstance(value, Verdict):
         return value
     if isinstance(value, Exception):
-        return Verdict(error=raised(value))
+        return Verdict(error=describe_exception(value))
     if not isinstance(value, Mapping):
         return Verdict(_number(index, value))
     keys = [key for key in value if key not in ("score", "error")][:_MAX_DETAILS]
-    details = {str(key): recorded(value[key]) for key in keys}
+    details = {str(key): to_json_value(value[key]) for key in keys}
     if value.get("error") is not None:
         return Verdict(math.nan, details, f"returned an error: {value['error']}"[:_DETAIL_CHARACTERS])
     if "score" not in value:

@@ -14,7 +14,7 @@ from coati.background import run_in_background
 from coati.config.reward import RewardSettings, RewardTerm
 from coati.errors import RewardError, RewardFailed
 from coati.rewards.base import ModelReward, Reward, RewardRequest, WeightedSum
-from coati.rewards.calling import CallFailed, Verdict, call_function, load_reward_function, raised
+from coati.rewards.calling import CallFailed, Verdict, call_function, describe_exception, load_reward_function
 from coati.rewards.library import isolation_of
 from coati.rewards.process import RewardProcess
 
@@ -106,7 +106,7 @@ class FunctionReward(Reward):
             return call.result()
         if isinstance(fault, CallFailed) and fault.remedy:
             raise RewardError(self._message(fault.what, fault.remedy)) from None
-        what = fault.what if isinstance(fault, CallFailed) else raised(fault)
+        what = fault.what if isinstance(fault, CallFailed) else describe_exception(fault)
         raise RewardFailed(self._message(what)) from fault
 
     def _message(self, what: str, remedy: str = "") -> str:

@@ -36,7 +36,7 @@ from pydantic import BaseModel, ValidationError
 
 from coati.background import run_in_background
 from coati.errors import ConfigError
-from coati.rewards.calling import CallFailed, Verdict, call_function, load_reward_function, raised
+from coati.rewards.calling import CallFailed, Verdict, call_function, describe_exception, load_reward_function
 
 if TYPE_CHECKING:
     from coati.config.reward import RewardSettings
@@ -251,7 +251,7 @@ def _serve(maker: "Connection[Any, Any]", libc: ctypes.CDLL) -> None:
     try:
         function = load_reward_function(name, search_paths, options)
     except BaseException as error:
-        answer(error=str(error) if isinstance(error, ConfigError) else raised(error))
+        answer(error=str(error) if isinstance(error, ConfigError) else describe_exception(error))
         return
     answer(has_network=has_network)
     with contextlib.suppress(EOFError):
@@ -263,7 +263,7 @@ def _serve(maker: "Connection[Any, Any]", libc: ctypes.CDLL) -> None:
                 answer(number=number, error=fault.what, remedy=fault.remedy)
             except BaseException as error:  # SystemExit too
                 traceback.clear_frames(error.__traceback__)  # they may hold all the memory
-                answer(number=number, error=raised(error))
+                answer(number=number, error=describe_exception(error))
 
 
 def _leave_network(libc: ctypes.CDLL) -> bool:

@@ -11,7 +11,7 @@ from coati.models.tiles import set_batch_invariant
 from coati.rollout.engine import RolloutEngine as RolloutEngine
 from coati.rollout.engine import generate as generate
 from coati.rollout.engine import join_samples as join_samples
-from coati.rollout.engine import prepared as prepared
+from coati.rollout.engine import with_limits as with_limits
 from coati.rollout.native import NativeEngine as NativeEngine
 from coati.rollout.native import config_of
 from coati.rollout.reference import ReferenceEngine as ReferenceEngine

@@ -14,7 +14,7 @@ from coati.models.actor import unwrap
 from coati.models.calls import context_length_of
 
 
-def prepared(
+def with_limits(
     samples: Sequence[Sample], options: GenerateOptions, *, model: torch.nn.Module, **fields: Any
 ) -> list[Sample]:
     """Return copies for an engine, with its options and the response limits that these and the model's context allow.
@@ -29,7 +29,7 @@ def prepared(
     ]
 
 
-def admitted(samples: Sequence[Sample]) -> list[Sample]:
+def copied_for_engine(samples: Sequence[Sample]) -> list[Sample]:
     """Return copies for an engine to work on; raise DataError if two have the same id."""
     ids = [sample.id for sample in samples]
     if len({*ids}) < len(ids):

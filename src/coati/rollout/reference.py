@@ -16,7 +16,7 @@ from coati.models.actor import unwrap
 from coati.models.calls import accepts, forward_causal, position_ids_from_mask
 from coati.models.tiles import batch_invariant, padded_length
 from coati.randomness import keyed_uniforms
-from coati.rollout.engine import admitted
+from coati.rollout.engine import copied_for_engine
 from coati.rollout.sampling import Sampler, stop_strings_of
 
 _MAX_ROWS = 256  # rows at once, as reported by `room`
@@ -38,7 +38,7 @@ class ReferenceEngine:
 
     def submit(self, samples: Sequence[Sample]) -> None:
         """Start samples with the next token; see `RolloutEngine.submit`. Rows of a batch are padded to equal length."""
-        samples = admitted(samples)
+        samples = copied_for_engine(samples)
         longest = max((len(sample.tokens) for sample in samples), default=0)
         widths = {sample.id: longest for sample in samples}
         device = next(self.model.parameters()).device

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from coati.errors import ConfigError, EngineFailed, GenerateOptionError, WeightUpdateError
 from coati.experience import Sample
-from coati.models.actor import action_logprobs, explained_gap, unwrap
+from coati.models.actor import action_logprobs, max_rounding_gap, unwrap
 from coati.models.calls import context_length_of
 from coati.models.lora import plain_name
 from coati.models.memory import in_chunks
 from coati.models.packing import base_of
 from coati.randomness import keyed_generator
-from coati.rollout.engine import admitted
+from coati.rollout.engine import copied_for_engine
 from coati.rollout.sampling import StopStrings, stop_strings_of
 from coati.rollout.vllm_workers import (
     begin_update,
@@ -129,7 +129,7 @@ class VllmEngine:
                 "vLLM returns log-probs after top_k, top_p and min_p, but training needs those before them. Remove "
                 "these options, or use another rollout.engine."
             )
-        self._waiting += admitted(samples)
+        self._waiting += copied_for_engine(samples)
 
     @torch.no_grad()
     def advance(self) -> list[Sample]:
@@ -313,7 +313,7 @@ class VllmEngine:
         tokens = output.prompt_token_ids
         found = [choices[token].logprob for token, choices in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
         gap = float((torch.tensor(found) - wanted.cpu()).abs().mean())
-        if not gap <= explained_gap(next(self.model.parameters()).dtype):
+        if not gap <= max_rounding_gap(next(self.model.parameters()).dtype):
             self._weights = ()
             raise WeightUpdateError(
                 f"after a weight update, log-probs of vLLM and the actor differ by {gap:.3g} on average. vLLM may "

@@ -82,7 +82,7 @@ class WeightSender:
     def publish(self, version: int, **options: Any) -> None:
         """Wait for the previous update, raise its error if it failed, and begin a new one."""
         with self.timeline.span("wait_delivery"):
-            self.settle()
+            self.wait_until_idle()
         self.check()
         self._published = self.begin_update(version, **options)
 
@@ -94,7 +94,7 @@ class WeightSender:
         """Send the weights as a version, and wait until the makers have verified it."""
         self.end_update(self.begin_update(version, **options))
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until no update is in flight. Does not raise the update's error; see `check` and `end_update`."""
         if self._in_flight is not None:
             self._wait_for_end(self._in_flight)
@@ -107,7 +107,7 @@ class WeightSender:
 
     def change_makers(self, names: Sequence[str]) -> None:
         """Replace the list of makers, from the next update on; waits for the one in flight."""
-        self.settle()
+        self.wait_until_idle()
         self.recipients.change(names)
         self._must_probe = True  # a maker that could not share memory may have left
 
@@ -128,7 +128,7 @@ class WeightSender:
         verified the version, and its size in bytes.
         """
         with self.timeline.span("wait_delivery"):
-            self.settle()
+            self.wait_until_idle()
         started = time.perf_counter()
         # Gathering is collective, so all ranks must agree on which weights to gather.
         is_full = not self.only_trained or fully_update

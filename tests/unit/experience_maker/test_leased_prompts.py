@@ -56,7 +56,7 @@ class Story:
     def settle(self, batch, *, without=(), dropped=None):
         """Make items for a batch, without the samples `without`, and return those to deliver."""
         made = [] if dropped is not None else [tiny.item(one) for one in ids(batch) if one not in without]
-        return self.prompts.settle_leases(MakerBatch(batch, drop_error=dropped), made)
+        return self.prompts.close_leases(MakerBatch(batch, drop_error=dropped), made)
 
     def deliver(self, items):
         for rank, trainer in enumerate(self.trainers):

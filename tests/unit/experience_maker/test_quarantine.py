@@ -80,7 +80,7 @@ class Rig:
         batch = self.pipeline.make_batch(self.prompts.poll(8))
         experience = self.pipeline.finish_batch(batch)
         self.buffer.extend(
-            self.prompts.settle_leases(batch, [] if experience is None else split_experience_batch(experience))
+            self.prompts.close_leases(batch, [] if experience is None else split_experience_batch(experience))
         )
         self.again = self.prompts.poll(8)
         return batch

@@ -95,7 +95,7 @@ class Source(WorkSource):
     def batch(self, ids):
         return [Sample(one, [4, 4], group=one // self._size, columns={"prompt": str(one)}) for one in ids]
 
-    def settle_leases(self, batch, items):
+    def close_leases(self, batch, items):
         self.settled += [sample.id for sample in batch.samples]
         return items
 

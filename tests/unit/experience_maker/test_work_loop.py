@@ -62,7 +62,7 @@ class Source(WorkSource):
         batch = next(self.batches, None)
         return batch and parse_prompts(batch)
 
-    def settle_leases(self, batch, items):
+    def close_leases(self, batch, items):
         self.settled.append((batch.samples[0].id, len(items)))
         return items[self.num_kept_back :]
 

@@ -8,7 +8,7 @@ from lease_world import World
 
 from coati.cli.audit import audit
 from coati.errors import CheckpointError, DataError
-from coati.ledger.audit import audit_run, life_of
+from coati.ledger.audit import audit_run, history_of
 from coati.ledger.journal import Journal
 from coati.ledger.rules import LedgerRules
 
@@ -194,8 +194,8 @@ def test_the_life_of_a_sample_is_that_of_its_group(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         "Sample 3 is in group 1 (samples 2 to 3). Fate: trained.", *life
     ]  # fmt: skip
-    assert life_of(tmp_path, 2)[5] == "version 1: delivered, written by version 0"
-    assert life_of(tmp_path, 7) == [
+    assert history_of(tmp_path, 2)[5] == "version 1: delivered, written by version 0"
+    assert history_of(tmp_path, 7) == [
         "Sample 7 is in group 3 (samples 6 to 7). Fate: dropped (no score by 'matches').",
         life[0],
         "version 2: dropped: no score by 'matches': None (sample ids [6])",
@@ -207,7 +207,7 @@ def test_the_life_of_a_sample_has_no_void_events(tmp_path):
     resume = {"resume": 0, "events": 1, "first_epoch": 9, "rules": dataclasses.asdict(rules)}
     events = [grant(0, 1), {"deliver": [1]}, {"pick": [1]}, {"train": 1, "samples": 1}, resume]
     write(tmp_path, rules, [*events, grant(1, maker="maker-1"), {"quarantine": [0], "reason": "reward raised"}])
-    assert life_of(tmp_path, 1) == [
+    assert history_of(tmp_path, 1) == [
         "Sample 1. Fate: open (being made by maker-1).",
         "version 0: leased to maker-0, which served version 0",
         "version 0: returned: the run was resumed from version 0",
@@ -226,7 +226,7 @@ def test_the_life_of_a_sample_that_changed_trainers(tmp_path):
     before = [grant(1), {"train": 1, "samples": 0}, {"return": [1], "reason": "died"}, grant(1, version=1)]
     retired = {**resume, "events": 4, "rules": dataclasses.asdict(former)}
     write(tmp_path, former, [*before, retired | {"state": {"works": [], "num_numbers": 0, "num_trained": 0}}])
-    assert life_of(tmp_path, 3) == [
+    assert history_of(tmp_path, 3) == [
         "Sample 3 is in group 1 (samples 2 to 3). Fate: open (being made by maker-1).",
         "trainer 1, version 0: leased to maker-0, which served version 0",
         "trainer 1, version 1: returned: died",

@@ -116,8 +116,10 @@ def test_a_tracker_object_gets_the_content_of_the_files(folder):
         for step in (1, 2):
             made = {"reward/mean": coati.monitor.Mean(0.5, 4), "kl/per_sample": coati.monitor.Mean(1.0, 4)}
             made["maker/samples"] = coati.monitor.Sum(4)
-            log.take("maker-0", [{"version": step - 1, "metrics": made, "samples": [sample(step - 1, f"text {step}")]}])
-            log.take("trainer-0", [{"batch": step, "version": step - 1, "metrics": {"policy/loss": 0.5 * step}}])
+            log.add_report(
+                "maker-0", [{"version": step - 1, "metrics": made, "samples": [sample(step - 1, f"text {step}")]}]
+            )
+            log.add_report("trainer-0", [{"batch": step, "version": step - 1, "metrics": {"policy/loss": 0.5 * step}}])
         log.flush()
     rows = read_jsonl(folder / "metrics.jsonl")
     assert len(rows) == 2

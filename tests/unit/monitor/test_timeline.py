@@ -60,7 +60,7 @@ def test_an_inner_span_interrupts_the_outer_one(timeline, clock):
                 clock.now += 0.5
         clock.now += 2.0
     clock.now += 3.0
-    use = timeline.take()
+    use = timeline.lap()
     assert use.elapsed == 10.0
     assert use.seconds == {"commit": 0.5, "wait_room": 3.5, "send": 3.0}
     assert (use.share("send", "commit"), use.share("train")) == (0.35, 0.0)
@@ -79,17 +79,17 @@ def test_two_successive_spans_inside_a_third(timeline, clock):
             with timeline.span("save"):
                 clock.now += seconds
         clock.now += 4.0
-    assert timeline.take().seconds == {"save": 3.0, "publish": 4.0}
+    assert timeline.lap().seconds == {"save": 3.0, "publish": 4.0}
 
 
 def test_take_resets_its_period_and_read_does_not(timeline, clock):
     for seconds in (1.0, 4.0):
         with timeline.span("train"):
             clock.now += seconds
-        assert timeline.take().seconds["train"] == seconds
+        assert timeline.lap().seconds["train"] == seconds
     assert timeline.read().seconds["train"] == 5.0
-    assert timeline.take() == TimeUse(0.0, {"train": 0.0})
-    assert timeline.take().share("train") == 0.0
+    assert timeline.lap() == TimeUse(0.0, {"train": 0.0})
+    assert timeline.lap().share("train") == 0.0
 
 
 def test_a_span_in_progress_is_split_by_take(timeline, clock):
@@ -97,19 +97,19 @@ def test_a_span_in_progress_is_split_by_take(timeline, clock):
         clock.now += 2.0
         with timeline.span("send"):
             clock.now += 0.5
-            assert timeline.take() == TimeUse(2.5, {"generate": 2.0, "send": 0.5})
+            assert timeline.lap() == TimeUse(2.5, {"generate": 2.0, "send": 0.5})
             clock.now += 0.25
         clock.now += 1.0
-        assert timeline.take() == TimeUse(1.25, {"generate": 1.0, "send": 0.25})
+        assert timeline.lap() == TimeUse(1.25, {"generate": 1.0, "send": 0.25})
         clock.now += 3.0
-    assert timeline.take() == TimeUse(3.0, {"generate": 3.0, "send": 0.0})
+    assert timeline.lap() == TimeUse(3.0, {"generate": 3.0, "send": 0.0})
     assert timeline.read().seconds["generate"] == 6.0
 
 
 def test_other_threads_are_ignored_until_one_calls_take(timeline, clock):
     def work(takes_over):
         if takes_over:
-            timeline.take()
+            timeline.lap()
         with timeline.span("generate"):
             clock.now += 1.0
 

@@ -208,7 +208,7 @@ def test_publish_returns_once_the_weights_are_read_and_may_change(slow, make_mod
     with torch.no_grad():
         slow.sent["critic"].weight.zero_()
     held.release()
-    slow.sender.settle()
+    slow.sender.wait_until_idle()
     assert fingerprint(slow.maker.models) == fingerprint(make_models(7))
 
 
@@ -220,7 +220,7 @@ def test_at_most_one_update_is_in_flight(slow):
     assert len(slow.peers["maker"].calls) == 4
     held.release()
     second()
-    slow.sender.settle()
+    slow.sender.wait_until_idle()
     assert slow.maker.served.version == 2
 
 
@@ -230,7 +230,7 @@ def test_all_updates_share_one_thread(slow):
     seen = set()
     for version in range(2, 6):
         slow.sender.publish(version, on_arrival=lambda *_: seen.add(threading.get_ident()))
-    slow.sender.settle()
+    slow.sender.wait_until_idle()
     assert threading.active_count() == before
     assert len(seen) == 1
 
@@ -259,7 +259,7 @@ def test_a_failed_publish_is_raised_once_by_check_or_the_next_publish(rejecting)
     target, _, sender = rejecting
     target.rejects = True
     sender.publish(1)
-    sender.settle()
+    sender.wait_until_idle()
     with pytest.raises(WeightUpdateError, match=r"version 1 were rejected\. maker maker: the head is wider"):
         sender.check()
     sender.check()
@@ -279,7 +279,7 @@ def test_check_does_not_wait(rejecting):
     sender.publish(1)
     sender.check()
     held.release()
-    sender.settle()
+    sender.wait_until_idle()
     with pytest.raises(WeightUpdateError):
         sender.check()
 
@@ -288,7 +288,7 @@ def test_a_send_raises_only_its_own_failure_and_leaves_others_to_check(rejecting
     target, _, sender = rejecting
     target.rejects = True
     sender.publish(1)
-    sender.settle()
+    sender.wait_until_idle()
     target.rejects = False
     sender.send(2)
     target.rejects = True

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from coati.errors import ConfigError
-from coati.rewards.calling import Verdict, excerpt, needed_package, raised
+from coati.rewards.calling import Verdict, describe_exception, excerpt, needed_package
 
 _MAX_CHARACTERS = 100_000  # last characters of a completion, where answers are
 _USABLE_FRACTION = 0.9  # of a call's time; the rest is left for returning the scores
@@ -127,7 +127,7 @@ def _each(verdict: Callable[..., Verdict], seconds: float, timeout_seconds: floa
         except _TooSlow:
             found = Verdict(error=f"took more than {seconds:g} s" if limit == seconds else "had no time left")
         except Exception as error:
-            found = Verdict(error=raised(error))
+            found = Verdict(error=describe_exception(error))
         verdicts.append(found)
     return verdicts
 

@@ -24,7 +24,7 @@ from coati.errors import ConfigError, GenerateOptionError, OutOfMemory
 from coati.experience import Sample
 from coati.models.actor import unwrap
 from coati.models.tiles import products_of
-from coati.rollout.engine import admitted
+from coati.rollout.engine import copied_for_engine
 from coati.rollout.native.blocks import tiled
 from coati.rollout.native.cache import enlarged
 from coati.rollout.native.decoder import Decoder, config_of
@@ -125,7 +125,7 @@ class NativeEngine:
         like = self._decoder.weight
         if not self._num_samples and (like.device, like.dtype) != self._made_for:
             self._reset()
-        samples, options = admitted(samples), samples[0].options
+        samples, options = copied_for_engine(samples), samples[0].options
         rules = TokenRules.of(options, unwrap(self.model), self._device, draw=self._decoder.operations.draw)
         for sample in samples:
             sample.place = Place(rules)
