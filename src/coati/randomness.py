@@ -31,12 +31,13 @@ def _words(*numbers: int) -> np.ndarray:
     return np.array([number & _MASK_64 for number in numbers], dtype=np.uint64)
 
 
-def keyed_uniforms(seed: int, sample_ids: Sequence[int], num_draws: int) -> np.ndarray:
-    """Return uniform draws in [0, 1), one row per sample id: [len(sample_ids), num_draws], float64."""
+def keyed_uniforms(seed: int | Sequence[int], sample_ids: Sequence[int], num_draws: int) -> np.ndarray:
+    """Return uniform draws in [0, 1), one row per id: [ids, num_draws], float64. `seed` is for all, or one per id."""
     philox = np.random.Philox(key=_words(0, 0), counter=_words(0, 0, 0, STREAM_TOKENS))
     draw, state = np.random.Generator(philox).random, philox.state
     draws, keys = np.empty((len(sample_ids), num_draws)), np.empty((len(sample_ids), 2), dtype=np.uint64)
-    keys[:, 0], keys[:, 1] = _words(seed), _words(*sample_ids)
+    keys[:, 0] = _words(*([seed] if isinstance(seed, int) else seed))
+    keys[:, 1] = _words(*sample_ids)
     for row, key in zip(draws, keys, strict=True):
         state["state"]["key"] = key
         philox.state = state  # a fifth of the time that a new generator takes

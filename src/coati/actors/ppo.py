@@ -360,10 +360,9 @@ class PlainPPOTrainer(Trainer):
                 self._send_to_late_makers()
             return None
         found, self._found = self._found or (None,), None
-        if not num_waiting:
-            return found
-        self.give_back(found[0])
-        return (None,)
+        if num_waiting and found[0] is not None:
+            self._buffer.give_back(found[0])
+        return (None,) if num_waiting else found
 
     def agree(self, has_data: bool, is_stopped: bool) -> bool:
         """Decide with all other ranks whether to take a step: a rank that went alone would wait for them forever."""

@@ -141,7 +141,9 @@ class Trainer(Worker, ABC):
         for _ in range(num_batches):
             batch = self.next_batch()
             if not self.agree(batch is not None, batch is None and self.should_stop()):
-                self.give_back(batch)
+                if batch is not None:
+                    logger.warning("dropped a batch of %d samples: another rank was stopped", batch.num_samples)
+                    self._buffer.give_back(batch)
                 break
             if batch is None:
                 batch = Experience.blank(0)
@@ -151,12 +153,6 @@ class Trainer(Worker, ABC):
                 batches.append(batch)
         self.notify("on_epoch_end", 0)
         return num_fresh, batches
-
-    def give_back(self, batch: Experience | None) -> None:
-        """Return a batch to the buffer, if there is one, because another rank was stopped."""
-        if batch is not None:
-            logger.warning("dropped a batch of %d samples: another rank was stopped", batch.num_samples)
-            self._buffer.give_back(batch)
 
     def train_on(self, batch: Experience) -> None:
         """Take a training step; record its time and metrics."""

@@ -33,9 +33,7 @@ class LossRow(NamedTuple):
     surrogate: str
     defaults: Mapping[str, Any] = MappingProxyType({})
     ratio: RatioKind = "token"  # per token, or of a whole response (GSPO)
-    corrects_off_policy: bool = (
-        False  # its ratio is relative to the sampling policy: stale data needs no importance weights
-    )
+    corrects_age: bool = False  # its ratio is relative to the sampling policy: stale data needs no importance weights
 
 
 _MASK = {"importance": "mask"}
@@ -44,10 +42,8 @@ LOSSES: Mapping[str, LossRow] = MappingProxyType(
     {
         "clip": LossRow("clipped"),
         # No lower bound, as in the paper; an upper bound of 5, as in ScaleRL.
-        "cispo": LossRow("cispo", {"eps_clip": 1.0, "eps_clip_high": 4.0}, corrects_off_policy=True),
-        "dppo": LossRow(
-            "dppo", {"eps_clip": 0.2, "eps_clip_high": 0.2, "importance_cap": 20.0}, corrects_off_policy=True
-        ),
+        "cispo": LossRow("cispo", {"eps_clip": 1.0, "eps_clip_high": 4.0}, corrects_age=True),
+        "dppo": LossRow("dppo", {"eps_clip": 0.2, "eps_clip_high": 0.2, "importance_cap": 20.0}, corrects_age=True),
         "sapo": LossRow("sapo"),
         "gspo": LossRow(
             "clipped", {"eps_clip": 3e-4, "eps_clip_high": 4e-4, "normalization": "sequence"}, ratio="sequence"
@@ -60,7 +56,7 @@ LOSSES: Mapping[str, LossRow] = MappingProxyType(
 )
 
 _CRITIC_KEYS = ("adaptive_lam", "critic_warmup_steps")
-_OWN_LOSS = LossRow("own", corrects_off_policy=True)
+_OWN_LOSS = LossRow("own", corrects_age=True)
 
 _IN_LOSS = {"kl_in": "loss", "kl_coef": 0.0, "kl_estimator": "k3", "whiten_advantages": False}
 
@@ -228,7 +224,7 @@ class AlgorithmSettings(Section, section="algorithm"):
         if self.correction != "auto":
             return self
         row = self.loss_row
-        is_off_policy = max_staleness != 0 and not row.corrects_off_policy
+        is_off_policy = max_staleness != 0 and not row.corrects_age
         is_off_policy |= row.ratio == "sequence" or self.importance == "mask"
         return self.model_copy(update={"correction": "decoupled" if is_off_policy else "none"})
 

@@ -122,15 +122,6 @@ class PagedCache:
                 del self._of_prompts[prompt]
         return freed
 
-    def compact(self, pages: list[int]) -> None:
-        """Move the contents of these pages, the only ones in use, to pages 1, 2, …, each with one user."""
-        count = len(pages) + 1
-        for tensor in self.tensors():
-            tensor[1:count] = tensor[pages]
-            tensor[count:] = 0  # finite in any case
-        self._free = list(range(count, self.num_pages))
-        self._num_users = Counter(range(1, count))
-
     def prompt_pages(self, tokens: Sequence[int]) -> list[int]:
         """Return the pages that this prompt fills, if a sample has prefilled it with the current weights; else none."""
         return self._of_prompts.get(self._full_pages_of(tokens), [])

@@ -4,7 +4,7 @@ The tensors of a step have fixed sizes and addresses, so a whole step can be cap
 without the host. The host learns every few tokens, and a few tokens late, which samples have ended, so the device never
 waits for it. Until then, the slot of an ended sample computes into a row that is never read. Then the slot takes the
 next prompt of any request or, if none waits, the active slots are compacted and fewer are computed. Each response has
-its own row, which does not move; neither do keys and values, except in columns.
+its own row, which does not move; neither do keys and values.
 
 If pages run out, the youngest sample is preempted. Once enough are free, it is prefilled again and continues where it
 was, with the same draws. On a CPU, steps run without a graph and the host checks after every token.
@@ -390,9 +390,9 @@ class NativeEngine:
         if self._is_invariant:
             return len(self._slots.alive)
         last = max(sample.place.slot for sample in alive)
-        size = min(graph_size(len(alive)), len(self._slots.alive)) if self._is_captured else tiled(len(alive))
-        if self._by_columns and 2 * size > tiled(last + 1):  # not worth moving the cache
+        if self._by_columns:  # the page of a slot would have to move with it, which takes as long as it saves
             return tiled(last + 1)
+        size = min(graph_size(len(alive)), len(self._slots.alive)) if self._is_captured else tiled(len(alive))
         if size <= last:
             held = [*alive, *(sample for sample in self._held if not _is_alive(sample))]
             order = on_device([sample.place.slot for sample in held], self._device)
@@ -400,11 +400,6 @@ class NativeEngine:
                 tensor[: len(held)] = tensor[order]
             for slot, sample in enumerate(held):
                 sample.place.slot = slot
-            if self._by_columns:  # the page of a slot moves with it
-                self._slots.alive[len(held) :] = False
-                self._cache.compact([page for sample in held for page in sample.place.pages])
-                for sample in held:
-                    sample.place.pages = [sample.place.slot + 1]
             self._samples, self._page_table_is_stale = [*held], True
         return size
 

@@ -87,10 +87,6 @@ def prefill_batch_of(samples: Sequence[Sample], page_size: int, device: torch.de
 
 
 def _ranges(starts: Integers, counts: Integers) -> Integers:
-    """Return all numbers of several ranges, given the start and size of each.
-
-    >>> _ranges(np.array([5, 0]), np.array([2, 3])).tolist()
-    [5, 6, 0, 1, 2]
-    """
+    """Return all numbers of several ranges, given the start and size of each."""
     ends = counts.cumsum()
     return np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)

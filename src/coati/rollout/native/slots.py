@@ -138,13 +138,10 @@ class Responses:
     def set_draws(self, samples: Sequence[Sample]) -> None:
         """Set the random numbers that tokens of these samples are drawn with."""
         draws = np.zeros((len(samples), max(one.limit for one in samples)))
-        for seed in {one.seed for one in samples}:
-            mine = [number for number, one in enumerate(samples) if one.seed == seed]
-            most = max(samples[number].num_drawn + samples[number].limit for number in mine)
-            uniforms = keyed_uniforms(seed, [samples[number].id for number in mine], most)
-            for number, row in zip(mine, uniforms, strict=True):
-                start, count = samples[number].num_drawn, samples[number].limit
-                draws[number, :count] = row[start : start + count]
+        most = max(one.num_drawn + one.limit for one in samples)
+        uniforms = keyed_uniforms([one.seed for one in samples], [one.id for one in samples], most)
+        for own, row, one in zip(draws, uniforms, samples, strict=True):
+            own[: one.limit] = row[one.num_drawn : one.num_drawn + one.limit]
         rows = on_device([one.place.row for one in samples], self.uniforms.device)
         self.uniforms[rows, : draws.shape[1]] = on_device(draws, self.uniforms.device)
 
