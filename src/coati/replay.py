@@ -68,7 +68,7 @@ class ReplayedRun(SynchronousRun):
         """Return the next batch that the run trained on, or None if its version ended first."""
         size = self._config.train.batch_size
         while len(self._picked) < size:
-            event = next(self._events, {"train": 0})
+            event = {"train": 0} if self.should_stop() else next(self._events, {"train": 0})
             if "train" in event:
                 return None
             self._apply(event)

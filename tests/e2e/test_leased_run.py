@@ -165,9 +165,10 @@ class CheckingTrainer(Trainer):
             for maker in self._run.makers:
                 maker.offer(self.version)
 
-    def agree(self, has_data, is_stopped):
+    def next_batch(self):
+        batch = super().next_batch()
         self._run.barrier.wait(SECONDS)
-        return has_data and not is_stopped
+        return batch
 
 
 class Maker:

@@ -342,33 +342,29 @@ class PlainPPOTrainer(Trainer):
             self._weights_lock.release()
 
     def _try_batch(self, seconds: float) -> "tuple[Experience | None] | None":
-        """Return this rank's answer once every rank has one; after a stop, `(None,)` at once.
+        """Return an answer once every rank has one, so that all take the same steps. Ranks without data train on none.
 
-        A rank that waited in a collective operation instead could not update makers, whose samples the others need.
+        A stop of any rank ends the wait of all. Until then all ranks go on updating makers, whose samples others need.
         """
         if self.strategy.world_size == 1:
             return super()._try_batch(seconds)
         self._found = self._found or super()._try_batch(seconds)
+        batch = None if self._found is None else self._found[0]
         if self._found is not None:  # the other ranks have deadlines of their own
             self._buffer.last_progress = time.monotonic()
         with self._timeline.span("wait_ranks"):
-            mine = [self._found is None, self.should_stop(), self._sender.recipients.need_all]
+            is_behind = self._sender.recipients.need_all
+            mine = [self._found is None, batch is not None, self.should_stop(), is_behind]
             sums = self.strategy.all_reduce_sum(torch.tensor(mine, dtype=torch.int64, device=self.strategy.device))
-            num_waiting, num_stopped, num_behind = sums.tolist()
+            num_waiting, num_with_data, num_stopped, num_behind = sums.tolist()
         if num_waiting and not num_stopped:
-            if num_behind and (self.strategy.shards_parameters or self._sender.recipients.need_all):
+            if num_behind and (self.strategy.shards_parameters or is_behind):
                 self._send_to_late_makers()
             return None
-        found, self._found = self._found or (None,), None
-        if num_waiting and found[0] is not None:
-            self._buffer.give_back(found[0])
-        return (None,) if num_waiting else found
-
-    def agree(self, has_data: bool, is_stopped: bool) -> bool:
-        """Decide with all other ranks whether to take a step: a rank that went alone would wait for them forever."""
-        if self.strategy.world_size == 1:
-            return super().agree(has_data, is_stopped)
-        with self._timeline.span("wait_ranks"):
-            mine = torch.tensor([int(has_data), int(is_stopped)], device=self.strategy.device)
-            num_with_data, num_stopped = self.strategy.all_reduce_sum(mine).tolist()
-            return bool(num_with_data > 0 and num_stopped == 0)
+        self._found = None
+        if num_stopped and batch is not None:
+            logger.warning("dropped a batch of %d samples: a rank was stopped", batch.num_samples)
+            self._buffer.give_back(batch)
+        if num_stopped or not num_with_data:
+            return (None,)
+        return (Experience.blank(0) if batch is None else batch,)

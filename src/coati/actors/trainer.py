@@ -101,7 +101,7 @@ class Trainer(Worker, ABC):
         """Run the loop of `fit`: episodes of `update_steps` fresh batches; the last one takes the remainder."""
         num_done, self._num_done = self._num_done, 0
         self.notify("on_fit_start")
-        while num_done < total_steps and self.agree(True, self.should_stop()):
+        while num_done < total_steps:
             wanted = min(update_steps, total_steps - num_done)
             num_fresh = self._episode(num_done // update_steps, wanted, train_epochs)
             num_done += num_fresh
@@ -139,14 +139,8 @@ class Trainer(Worker, ABC):
         self.notify("on_epoch_start", 0)
         num_fresh, batches = 0, []
         for _ in range(num_batches):
-            batch = self.next_batch()
-            if not self.agree(batch is not None, batch is None and self.should_stop()):
-                if batch is not None:
-                    logger.warning("dropped a batch of %d samples: another rank was stopped", batch.num_samples)
-                    self._buffer.give_back(batch)
+            if (batch := self.next_batch()) is None:
                 break
-            if batch is None:
-                batch = Experience.blank(0)
             self.train_on(batch)
             num_fresh += 1
             if keeps:
@@ -204,18 +198,11 @@ class Trainer(Worker, ABC):
         counts = self._num_samples, self._num_batches, self._buffer.get_length()
         return Progress(self._state, self.version, *counts, num_made=self._buffer.num_made)
 
-    # Called by the loop, which waits only in `next_batch`, `publish`, `agree` and `finish`.
+    # Called by the loop, which waits only in `next_batch`, `publish` and `finish`.
 
     def should_stop(self) -> bool:
         """Whether `stop` was called."""
         return self.host.stop.is_set()
-
-    def agree(self, has_data: bool, is_stopped: bool) -> bool:
-        """Whether to take another step: a group of ranks does while any rank has data and none was stopped.
-
-        A rank without data then trains on an empty batch.
-        """
-        return has_data and not is_stopped
 
     def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
         """Save a checkpoint if one is due; `was_stopped`: training ends here, perhaps in the middle of an episode."""
@@ -247,7 +234,6 @@ class Trainer(Worker, ABC):
                 slice_seconds=_SLICE_SECONDS,
                 last_progress=lambda: self._buffer.last_progress,
             )
-        self._is_exhausted = batch is None
         return batch
 
     def _try_batch(self, seconds: float) -> "tuple[Experience | None] | None":
@@ -258,4 +244,6 @@ class Trainer(Worker, ABC):
         if batch is not None:
             return (batch.pin_memory() if self.dataloader_pin_memory else batch,)
         self._update_late_makers()
-        return self._buffer.last_batch()
+        last = self._buffer.last_batch()
+        self._is_exhausted = last is not None and last[0] is None
+        return last

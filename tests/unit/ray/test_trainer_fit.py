@@ -238,8 +238,13 @@ def test_leases_are_granted_version_by_version_while_fit_trains(leasing):
 
 def test_a_batch_that_is_given_back_does_not_count_as_trained_on(leasing):
     leasing.buffer_extend(leased_items(ask(leasing, 1)))
-    answers = iter([True, True, False])  # the second batch arrives, but another rank was stopped
-    leasing.agree = lambda *_: next(answers)
+    next_batch = leasing.next_batch
+
+    def first_batch():  # the second arrives, but another rank was stopped
+        batch = next_batch()
+        return batch if not leasing.trained else leasing._buffer.give_back(batch)
+
+    leasing.next_batch = first_batch
     leasing.fit(total_steps=2, update_steps=2)
     assert leasing.trained == [[0, 1]]
     state, _ = leasing._buffer.state()

@@ -1,6 +1,5 @@
 """The order of calls in the training loop."""
 
-import logging
 import weakref
 
 import pytest
@@ -19,16 +18,7 @@ def batch(number):
 
 
 class Buffer(SampleBuffer):
-    """Records the batches that are given back."""
-
     num_items_waiting = 0
-
-    def __init__(self):
-        super().__init__(1)
-        self.given_back = []
-
-    def give_back(self, batch):
-        self.given_back.append(int(batch.values.item()))
 
     def extend(self, items):
         raise AssertionError
@@ -39,17 +29,13 @@ class Buffer(SampleBuffer):
 class Recorder(Trainer):
     """Trains on numbered batches and records all events."""
 
-    def __init__(self, *, num_available=1000, agree=None, should_stop=lambda: False, seed=0):
+    def __init__(self, *, num_available=1000, should_stop=lambda: False, seed=0):
         self.events = []
         self.trained = []
         self.saved = []
         self._numbers = iter(range(num_available))
-        self._agree = agree or super().agree
         self._should_stop = should_stop
-        super().__init__([], seed=seed, buffer=Buffer(), host=Host())
-
-    def agree(self, has_data, is_stopped):
-        return self._agree(has_data, is_stopped)
+        super().__init__([], seed=seed, buffer=Buffer(1), host=Host())
 
     def should_stop(self):
         return self._should_stop()
@@ -69,7 +55,7 @@ class Recorder(Trainer):
         return self.saved[-1][0]
 
     def next_batch(self):
-        number = next(self._numbers, None)
+        number = None if self.should_stop() else next(self._numbers, None)
         return None if number is None else batch(number)
 
     def training_step(self, batch):
@@ -152,99 +138,13 @@ def test_an_episode_without_any_batch_publishes_nothing(caplog):
     assert "2 of 4" in caplog.text
 
 
-def test_a_stop_ends_training_after_the_episode():
-    recorder = Recorder(should_stop=lambda: len(recorder.trained) >= 3)
-    recorder.fit(10, 2)
-    assert recorder.num_fresh == 4
-    assert recorder.events.count("publish") == 2
-    assert recorder.events[-1] == "fit_end"
-
-
 def test_a_stop_in_the_middle_of_an_episode_is_reported_as_a_stop(caplog):
-    # A batch source that returns None once stopped, as in both trainers.
-    recorder = Recorder(num_available=3, should_stop=lambda: len(recorder.trained) >= 3)
+    recorder = Recorder(should_stop=lambda: len(recorder.trained) >= 3)
     recorder.fit(10, 2)
     assert recorder.num_fresh == 3
     assert recorder.events.count("publish") == 2
     assert recorder.saved == [(2, False), (3, True)]
     assert "training ends after 3 of 10 batches: it was stopped" in caplog.text
-
-
-def test_a_batch_is_dropped_with_a_warning_if_another_rank_was_stopped(caplog):
-    # Called before each episode and for each batch: episode, batch 0, batch 1, where another rank was stopped.
-    answers = iter([True, True, False])
-    asked = []
-
-    def agree(*mine):
-        asked.append(mine)
-        return next(answers)
-
-    recorder = Recorder(agree=agree)
-    with caplog.at_level(logging.WARNING):
-        recorder.fit(4, 4)
-    assert recorder.num_fresh == 1
-    assert recorder.trained == [0]
-    assert recorder._buffer.given_back == [1]
-    assert asked == [(True, False)] * 3
-    assert "dropped a batch of 1 samples: another rank was stopped" in caplog.text
-    assert recorder.events.count("publish") == 1
-
-
-def test_a_rank_without_data_takes_the_steps_of_the_others_with_empty_batches():
-    asked, sizes = [], []
-    others = iter([True] * 8 + [False])  # another rank has more data, and then none either
-
-    def agree(has_data, is_stopped):
-        asked.append((has_data, is_stopped))
-        return (has_data or next(others)) and not is_stopped
-
-    class OneBatch(Recorder):
-        def next_batch(self):
-            return batch(0) if len(asked) == 1 else None
-
-        def training_step(self, batch):
-            sizes.append(batch.num_samples)
-            return {}
-
-        def publish(self):
-            sizes.append("publish")
-
-        def notify(self, hook, *args):
-            pass
-
-    recorder = OneBatch(agree=agree)
-    recorder.fit(100, 2, 2)
-    assert recorder.num_fresh == 9
-    assert sorted(sizes[2:4]) == [0, 1]  # the second epoch repeats both
-    assert [*sizes[:2], *sizes[4:]] == [1, 0, "publish", *[0, 0, 0, 0, "publish"] * 3, 0, 0, "publish"]
-    assert set(asked) == {(True, False), (False, False)}
-
-
-def test_a_stopped_rank_reports_the_stop_and_not_missing_data():
-    asked = []
-
-    def agree(has_data, is_stopped):
-        asked.append((has_data, is_stopped))
-        return has_data and not is_stopped
-
-    recorder = Recorder(num_available=1, agree=agree, should_stop=lambda: bool(recorder.trained))
-    recorder.fit(4, 4)
-    assert recorder.num_fresh == 1
-    assert asked == [(True, False), (True, False), (False, True)]
-
-
-def test_ranks_agree_on_a_stop():
-    asked = []
-
-    def agree(*mine):
-        asked.append(mine)
-        return len(asked) < 3  # another rank was stopped; this one was not
-
-    recorder = Recorder(agree=agree)
-    recorder.fit(4, 1)
-    assert recorder.num_fresh == 1
-    assert asked == [(True, False)] * 3
-    assert recorder.events[-1] == "fit_end"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""Makers that missed a version get weights while trainers wait for samples, with one rank or several."""
+"""Ranks of a group wait for their batches together, and meanwhile update makers that missed a version."""
 
 import functools
+import logging
 import threading
 from types import SimpleNamespace
 
@@ -105,16 +106,26 @@ def test_a_rank_with_its_batch_updates_the_maker_that_another_rank_waits_for(mak
     assert (first.late, second.late) == (1, int(shards)), "sharded weights are gathered by all ranks together"
 
 
-def test_a_stop_of_a_rank_ends_the_wait_of_all(make_group):
+def _then(call, action):
+    def both(*args):
+        found = call(*args)
+        action()
+        return found
+
+    return both
+
+
+def test_a_stop_of_a_rank_ends_the_wait_of_all(make_group, caplog):
     first, second = make_group()
     first.buffer_append(experience(4, 4))
     first._buffer.give_back, given_back = (lambda batch: given_back.append(batch.num_samples)), []
-    fits = [Background(trainer.fit, 2, 1) for trainer in (first, second)]
-    second.stop()
-    for fit in fits:
-        fit.result()
+    first._buffer.try_sample = _then(first._buffer.try_sample, second.stop)
+    with caplog.at_level(logging.WARNING):
+        fit_all((first, second), 2, 1)
     assert first.sizes == second.sizes == []
-    assert given_back in ([4], []), "it may be stopped before it takes the batch"
+    assert given_back == [4]
+    assert "dropped a batch of 4 samples: a rank was stopped" in caplog.text
+    assert "training ends after 0 of 2 batches: it was stopped" in caplog.text
 
 
 def test_a_rank_whose_makers_have_finished_takes_the_steps_of_the_others(make_group):
@@ -122,5 +133,16 @@ def test_a_rank_whose_makers_have_finished_takes_the_steps_of_the_others(make_gr
     for index in range(3):
         first.buffer_append(experience(4 * index, 4))
     second._buffer.last_batch = lambda: (None,)
-    fit_all((first, second), 3, 2)
-    assert (first.sizes, second.sizes) == ([4, 4, 4], [0, 0, 0])
+    fit_all((first, second), 3, 2, 2)
+    assert (first.sizes, second.sizes) == ([4] * 6, [0] * 6), "in later epochs too"
+
+
+def test_training_ends_when_no_rank_has_data(make_group, caplog):
+    trainers = make_group()
+    for trainer in trainers:
+        trainer.buffer_append(experience(0, 4))
+        trainer._buffer.last_batch = lambda: (None,)
+    with caplog.at_level(logging.WARNING):
+        fit_all(trainers, 2, 2)
+    assert [trainer.sizes for trainer in trainers] == [[4], [4]]
+    assert caplog.text.count("training ends after 1 of 2 batches: no more data came") == 2
