@@ -80,6 +80,13 @@ def test_a_maker_is_killed_at_every_chunk_of_an_update(faulty_run):
 
 
 @pytest.mark.long
+def test_trainers_with_a_sharded_model_go_on_when_their_only_maker_is_killed(faulty_run):
+    settings = ("topology.trainers=2", "train.strategy=gemini", "deadlines.batch_seconds=60")
+    reasons = faulty_run([Fault("maker.generating", "kill", nth=40)], *settings)
+    assert any("died" in reason for reason in reasons)
+
+
+@pytest.mark.long
 def test_lost_calls_and_replies_lose_and_double_nothing(faulty_run, coati_command):
     lost = {"num_failures": 6, "req_failure_prob": 3, "resp_failure_prob": 3}  # in each process; of a hundred calls
     failures = json.dumps({"CoreWorkerService.grpc_client.PushTask": lost})
