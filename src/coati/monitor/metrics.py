@@ -21,10 +21,6 @@ class Metric:
 
     def merge(self, other: Self) -> Self:
         """Combine both values into one metric."""
-        return type(self)(self._reduce(self.value, other.value))
-
-    @staticmethod
-    def _reduce(one: float, other: float) -> float:
         raise NotImplementedError
 
 
@@ -49,17 +45,17 @@ class Mean(Metric):
 class Sum(Metric):
     """A total."""
 
-    @staticmethod
-    def _reduce(one: float, other: float) -> float:
-        return one + other
+    def merge(self, other: Self) -> Self:
+        """Add both."""
+        return type(self)(self.value + other.value)
 
 
 class Max(Metric):
     """The largest value. NaN wins in either order: it is a fault that must stay visible."""
 
-    @staticmethod
-    def _reduce(one: float, other: float) -> float:
-        return one if math.isnan(one) or one >= other else other
+    def merge(self, other: Self) -> Self:
+        """Return the larger one."""
+        return self if math.isnan(self.value) or self.value >= other.value else other
 
 
 def merge_metrics(held: dict[str, Metric], metrics: Mapping[str, Metric]) -> None:

@@ -68,9 +68,6 @@ class Decoder:
     def _parameters(self) -> list[Tensor]:
         return [parameter for owner, name in self._owners if (parameter := owner.get(name)) is not None]
 
-    def _current_addresses(self) -> tuple[int, ...]:
-        return tuple(parameter.data_ptr() for parameter in self._parameters)
-
     @property
     def weight(self) -> Tensor:
         """One of the weights, for its device and dtype."""
@@ -101,11 +98,12 @@ class Decoder:
 
         A captured graph and the operations of columns stay valid as long as these addresses do not change.
         """
-        if (addresses := self._current_addresses()) != self._addresses:
-            for block in self._body.blocks:
+        addresses = tuple(parameter.data_ptr() for parameter in self._parameters)
+        if addresses != self._addresses:
+            for block in self._body.blocks:  # this moves weights
                 block.projections.join()
                 block.up.join()
-            addresses = self._addresses = self._current_addresses()
+            addresses = self._addresses = tuple(parameter.data_ptr() for parameter in self._parameters)
             self._columns = ColumnOperations(self._geometry, self.weight.dtype) if self.uses_columns else None
         return addresses
 

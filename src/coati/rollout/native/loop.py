@@ -135,7 +135,7 @@ class NativeEngine:
     @torch.no_grad()
     def advance(self) -> list[Sample]:
         """Generate a few tokens in each slot (on a CPU: one) and return samples that are known to have ended."""
-        has_begun = self._admit()
+        has_begun = bool(self._waiting) and self._admit()
         if (left := self._steps_left) > 0 and (not has_begun or self._is_captured):
             num_steps = min(left, STEPS_PER_SNAPSHOT if self._is_captured else 1)
             self._extend_pages(num_steps)
@@ -279,8 +279,6 @@ class NativeEngine:
 
     def _admit(self) -> bool:
         """Start waiting samples as far as slots and pages allow; return False if none started."""
-        if not self._waiting:
-            return False
         used = len(self._samples)
         free = deque(slot for slot in range(self._max_slots) if slot >= used or self._samples[slot] is None)
         if self._waiting[0].place.slot < 0 and not self._is_prefill_due(len(free)):
@@ -341,17 +339,16 @@ class NativeEngine:
         mine.alive[slots] = ~is_end & (steps + 1 < limits)
 
     def _take_snapshot(self) -> None:
-        state = self._responses.state(self._slots, len(self._samples))
-        self._snapshots.append(Snapshot(state, [one if one and one.place.pages else None for one in self._samples]))
+        samples = [one if one and one.place.pages else None for one in self._samples]
+        self._snapshots.append(Snapshot(self._slots, self._responses, samples))
 
     def _ended_on_cpu(self) -> list[Ended]:
         """Return samples that have ended, which on a CPU the host sees without a snapshot."""
-        slots, responses, ended = self._slots.arrays, self._responses.arrays, []
+        slots, rows, ended = self._slots.arrays, self._responses.arrays, []
         for sample in self._alive:
-            slot, row = sample.place.slot, sample.place.row
-            if not slots.alive[slot]:
-                is_finite = bool(np.isfinite(responses.log_probs[row]).all())
-                ended.append(Ended(sample, int(slots.steps[slot]), not responses.has_ended[row], is_finite))
+            if not slots.alive[slot := sample.place.slot]:
+                is_cut, log_probs = not rows.has_ended[sample.place.row], rows.log_probs[sample.place.row]
+                ended.append(Ended(sample, int(slots.steps[slot]), is_cut, bool(np.isfinite(log_probs).all())))
         return ended
 
     def _finish_samples(self, ended: Sequence[Ended]) -> None:

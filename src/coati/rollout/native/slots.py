@@ -160,13 +160,6 @@ class Responses:
         self.has_ended[rows] = is_end
         return tokens, is_end, stop_states
 
-    def state(self, slots: Slots, count: int) -> Tensor:
-        """Return alive, steps, has_ended and is_finite of the first `count` slots, [count, 4]."""
-        rows = slots.rows[:count]
-        is_finite = self.log_probs[rows].isfinite().all(dim=1)
-        parts = (slots.alive[:count], slots.steps[:count], self.has_ended[rows], is_finite)
-        return torch.stack([part.long() for part in parts], dim=1)
-
 
 class Ended(NamedTuple):
     """A sample whose response has ended."""
@@ -178,11 +171,13 @@ class Ended(NamedTuple):
 
 
 class Snapshot:
-    """A snapshot of the slots, copied to the host while the device continues."""
+    """A snapshot of the slots that hold `samples`, copied to the host while the device continues."""
 
-    def __init__(self, state: Tensor, samples: list[Sample | None]) -> None:
-        """Start copying `state` [n, 4], see `Responses.state`, of slots that hold `samples`."""
-        self._samples = list(samples)
+    def __init__(self, slots: Slots, responses: Responses, samples: list[Sample | None]) -> None:
+        self._samples, count, rows = samples, len(samples), slots.rows[: len(samples)]
+        is_finite = responses.log_probs[rows].isfinite().all(dim=1)
+        parts = slots.alive[:count], slots.steps[:count], responses.has_ended[rows], is_finite
+        state = torch.stack([part.long() for part in parts], dim=1)  # [n, 4]
         self._event = torch.cuda.Event() if state.is_cuda else None  # type: ignore[no-untyped-call]
         self._state = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
         self._state.copy_(state, non_blocking=True)
