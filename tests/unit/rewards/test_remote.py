@@ -171,7 +171,7 @@ def test_a_slow_request_times_out_and_is_retried(serve, pauses):
             may_end.wait(SECONDS)
         return lengths(body, _)
 
-    assert ask("http", ["abc"], url=serve(slow_once).url, request_seconds=0.2)[0].score == 3.0
+    assert ask("http", ["abc"], url=serve(slow_once).url, request_seconds=0.1)[0].score == 3.0
     may_end.set()
     assert len(pauses.made) >= 1
 
@@ -200,7 +200,7 @@ def test_a_slowly_dripping_answer_is_cut_off(serve, pauses):
             handler.wfile.flush()
         return lengths(body, handler)
 
-    (verdict,) = ask("http", ["a"], url=serve(drip).url, seconds=1.0, request_seconds=0.3)
+    (verdict,) = ask("http", ["a"], url=serve(drip).url, seconds=0.3, request_seconds=0.1)
     is_over.set()
     assert "no complete answer within" in verdict.error or "in time" in verdict.error
 
