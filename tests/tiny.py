@@ -68,7 +68,7 @@ PROTOTYPES = Prototypes()
 
 def make_seeded(make, seed, changes):
     """Return a copy of what `make` makes after seeding, with torch's random state as making it leaves it."""
-    key = make.__name__, seed, repr(sorted(changes.items())), torch.get_default_dtype(), torch.get_default_device()
+    key = make, seed, repr(sorted(changes.items())), torch.get_default_dtype(), torch.get_default_device()
     torch.manual_seed(seed)
     if key not in PROTOTYPES:
         PROTOTYPES[key] = make(**changes).eval(), torch.get_rng_state()
