@@ -74,7 +74,9 @@ def make_seeded(make, seed, changes):
         PROTOTYPES[key] = make(**changes).eval(), torch.get_rng_state()
     prototype, random_state = PROTOTYPES[key]
     torch.set_rng_state(random_state)
-    return copy.deepcopy(prototype)
+    # Most of a module are empty dicts, of hooks, which `deepcopy` is slow to rebuild.
+    dicts = (each for module in prototype.modules() for each in vars(module).values() if isinstance(each, dict))
+    return copy.deepcopy(prototype, {id(each): type(each)() for each in dicts if not each})
 
 
 def make_llama(**changes):
