@@ -259,7 +259,7 @@ def test_the_makers_that_block_the_next_batch_are_named():
 
 
 def test_makers_on_threads_and_a_trainer_make_every_sample_once():
-    total = 25 * VERSION
+    total = 60 * VERSION
     story = Story(total_samples=total, group_size=2, lead=1, max_staleness=2)
     is_over, errors = threading.Event(), []
 

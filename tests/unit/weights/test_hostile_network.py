@@ -333,7 +333,7 @@ def dealt(dice):
         yield from dice.sample(fates, len(fates))
 
 
-@pytest.mark.parametrize("num_updates", [20, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_updates", [30, pytest.param(200, marks=pytest.mark.long)])
 def test_no_experience_comes_from_weights_that_were_not_published(num_updates):
     dice = random.Random(2024)
     makers = [BusyMaker(0, in_flight=False), BusyMaker(1, in_flight=True)]
