@@ -37,11 +37,14 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def propagate_logs_of_torch():
-    """Around every test pytest adds its handlers to each logger that does not propagate. Imports of torch add some."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch"):
-            logging.getLogger(name).propagate = True
+def hide_loggers_of_torch():
+    """Let loggers of torch and transformers, which keep working, leave the register.
+
+    pytest walks over the register 16 times per test, and adds handlers to each logger that does not propagate.
+    """
+    register = logging.root.manager.loggerDict
+    for name in [name for name in register if name.startswith(("torch.", "transformers."))]:
+        register.pop(name).propagate = True
 
 
 @pytest.fixture(scope="module")

@@ -84,8 +84,8 @@ def test_responses_do_not_depend_on_arrival_or_batch_composition(make_engine, po
 def test_log_probs_match_the_learner(make_engine, policy, options):
     model = policy(0)
     engine = make_engine(model)
-    engine.submit(request_of(range(5), **options))
-    for one, response in finish(engine, 5).items():
+    engine.submit(request_of(range(PLACES), **options))
+    for one, response in finish(engine, PLACES).items():
         assert_exact(model, PROMPTS[one], response, options.get("temperature", 1.0))
         assert response.is_cut == (response.response[-1].item() not in ENDS)
 

@@ -56,18 +56,47 @@ def gpt2_config(**changes):
     return GPT2Config(**{**settings, **changes})
 
 
-def llama(seed=0, **changes):
+class Prototypes(dict):
+    """Models that were made before, which are faster to copy than to make again; a Ray worker starts without any."""
+
+    def __reduce__(self):
+        return Prototypes, ()
+
+
+PROTOTYPES = Prototypes()
+
+
+def make_seeded(make, seed, changes):
+    """Return a copy of what `make` makes after seeding, with torch's random state as making it leaves it."""
+    key = make, seed, repr(sorted(changes.items())), torch.get_default_dtype(), torch.get_default_device()
+    torch.manual_seed(seed)
+    if key not in PROTOTYPES:
+        PROTOTYPES[key] = make(**changes).eval(), torch.get_rng_state()
+    prototype, random_state = PROTOTYPES[key]
+    torch.set_rng_state(random_state)
+    # Most of a module are empty dicts, of hooks, which `deepcopy` is slow to rebuild.
+    dicts = (each for module in prototype.modules() for each in vars(module).values() if isinstance(each, dict))
+    return copy.deepcopy(prototype, {id(each): type(each)() for each in dicts if not each})
+
+
+def make_llama(**changes):
     from transformers import LlamaForCausalLM
 
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(llama_config(**changes)).eval()
+    return LlamaForCausalLM(llama_config(**changes))
+
+
+def make_gpt2(**changes):
+    from transformers import GPT2LMHeadModel
+
+    return GPT2LMHeadModel(gpt2_config(**changes))
+
+
+def llama(seed=0, **changes):
+    return make_seeded(make_llama, seed, changes)
 
 
 def gpt2(seed=0, **changes):
-    from transformers import GPT2LMHeadModel
-
-    torch.manual_seed(seed)
-    return GPT2LMHeadModel(gpt2_config(**changes)).eval()
+    return make_seeded(make_gpt2, seed, changes)
 
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -97,12 +126,15 @@ ARCHITECTURES = {
 
 def decoder(name, seed=0, **changes):
     """One of `ARCHITECTURES`, or of another `model_type`, with norms and biases that have something to say."""
+    return make_seeded(make_decoder, seed, {"name": name, **changes})
+
+
+def make_decoder(name, **changes):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, settings = ARCHITECTURES.get(name, (name, {}))
-    torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **{**SIZES, **PLACES, **settings, **changes})
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

@@ -13,6 +13,18 @@ def _one_thread(one_thread):
     pass
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _seed_the_cpu_only():
+    """`torch.manual_seed` formats a stack trace for each kind of device that is not there."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            if not device.is_available():
+                patch.setattr(device, "manual_seed_all", lambda seed: None)
+        yield
+
+
 # Far from uniform, so that wrong tokens have clearly wrong log-probs.
 SETTINGS = {"vocab_size": VOCABULARY, "eos_token_id": 2, "initializer_range": 0.5}
 

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from types import SimpleNamespace
 
 import pytest
 from thread_peers import PATIENCE, ThreadPeers
@@ -96,8 +97,8 @@ def test_a_late_peer_is_found_and_a_missing_one_is_named(peers):
 
 def test_ask_retries_lost_calls_until_its_deadline(peers, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("coati.peers.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("coati.peers.time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr("coati.peers.time", clock)  # not the module itself: threads of other tests may sleep too
     lost = {"what": "an echo", "seconds": PATIENCE, "should_stop": lambda: False}
     peers.drop_reply("a", "hear")
     assert peers.ask("a", "hear", 1, **lost) == 1
@@ -118,7 +119,7 @@ def failed(error, now):
 
 def test_a_deadline_counts_from_the_last_progress(monkeypatch):
     now, progress, given = [100.0], [0.0], []
-    monkeypatch.setattr("coati.peers.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("coati.peers.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def attempt(seconds):
         given.append(seconds)

@@ -203,7 +203,8 @@ def test_items_that_wait_for_room_at_a_trainer_that_dies_go_elsewhere(make_sende
     assert sorted(sinks["t1"].sample_ids) == [0, 1, 2]
 
 
-def test_after_a_stop_a_full_trainer_does_not_block_the_maker(make_sender, peers, caplog):
+def test_after_a_stop_a_full_trainer_does_not_block_the_maker(make_sender, peers, caplog, monkeypatch):
+    monkeypatch.setattr("coati.experience_maker.delivery._SLICE_SECONDS", 0.02)
     held = peers.hold("t0", "buffer_extend")
     sender = make_sender("t0", should_stop=lambda: True)
     sender.send(parcels(0, 3))

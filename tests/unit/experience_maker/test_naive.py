@@ -56,7 +56,7 @@ def make_maker(llama):
 
     def make(**changes):
         settings = {
-            "actor": Actor(llama(seed=1, num_hidden_layers=2)),
+            "actor": Actor(llama(seed=1)),
             "critic": randomise_head(Critic(llama(seed=2)), 5),
             "reward_model": randomise_head(RewardModel(llama(seed=3)), 6),
             "initial_model": llama(seed=4),

@@ -182,7 +182,7 @@ def test_a_reward_that_never_ends_does_not_block_the_batches_behind_it():
     is_over, calls = threading.Event(), []
 
     class StuckOnce(Reward):
-        name, is_host_work, timeout_seconds = "stuck", True, 1.0
+        name, is_host_work, timeout_seconds = "stuck", True, 0.3
 
         def score(self, request):
             calls.append(request)
@@ -205,7 +205,7 @@ def test_a_reward_that_never_ends_is_retried():
     answers = iter([lambda: is_over.wait(SECONDS), lambda: torch.ones(2)])
 
     class SlowOnce(Reward):
-        name, is_host_work, timeout_seconds = "slow", True, 1.0
+        name, is_host_work, timeout_seconds = "slow", True, 0.3
 
         def score(self, request):
             return next(answers)()

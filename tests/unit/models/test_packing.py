@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from tiny import make_seeded
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -73,8 +74,11 @@ TEMPERATURES = torch.tensor([0.7, 1.0, 1.5, 1.0], dtype=torch.float64)
 
 
 def causal_lm(name):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIGS[name]()).double().eval()
+    return make_seeded(make_causal_lm, 0, {"name": name})
+
+
+def make_causal_lm(name):
+    return AutoModelForCausalLM.from_config(CONFIGS[name]()).double()
 
 
 def ragged_batch(prompts=(4, 1, 2, 3), responses=(5, 3, 1, 2)):

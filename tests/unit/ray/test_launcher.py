@@ -465,7 +465,7 @@ def test_a_maker_that_does_not_answer_has_its_work_given_to_others_once_until_it
         clock.now += 31.0
         if "maker-1" in host["trainer-0"].released:
             later.append(host)
-        if len(later) == 20:  # turns
+        if len(later) == 5:  # turns
             one.held.release()
             one.on_turn = hold_when_it_answers
 

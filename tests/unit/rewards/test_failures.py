@@ -169,7 +169,7 @@ def test_a_process_may_take_longer_to_start_than_a_batch():
             pass
 
         def start(self):
-            threading.Event().wait(0.5)
+            threading.Event().wait(0.2)
             return False
 
         def call(self, arguments, expected):

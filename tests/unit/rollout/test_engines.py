@@ -14,8 +14,7 @@ ENGINES = [
     "native",
     "native by rows",
     "native as on a GPU, batch-invariant",
-    "native as on a GPU",
-    "native with few pages",
+    "native with few pages",  # and otherwise as on a GPU
 ]
 DECODERS = ["gpt2", "opt", "gemma3", "phi"]
 FOR_ANY_DECODER = (  # of slots, versions, ids, and options that apply to the logits of any model
@@ -23,6 +22,8 @@ FOR_ANY_DECODER = (  # of slots, versions, ids, and options that apply to the lo
     "test_every_token_has_the_version_that_generated_it",
     "test_duplicate_sample_ids_are_rejected",
     "test_requests_with_different_options_do_not_mix",
+    "test_cancelled_samples_are_not_returned_and_can_be_resubmitted",
+    "test_extending_without_new_tokens_continues_the_same_response",
     "test_log_probs_are_those_before_top_k",
 )
 

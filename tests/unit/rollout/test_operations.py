@@ -61,7 +61,7 @@ class RoundedOnce(TorchOperations):
 
 @pytest.mark.parametrize(
     ("num_kv_heads", "group", "head_dim"),
-    [(2, 7, 64), (2, 6, 128), (4, 7, 128), (8, 5, 128), (8, 8, 128), (8, 12, 128)],
+    [(2, 7, 64), (4, 7, 128), (8, 12, 128)],
 )
 def test_rounding_alone_passes_the_trial_at_all_sizes(num_kv_heads, group, head_dim):
     size = Geometry(

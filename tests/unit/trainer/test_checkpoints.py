@@ -339,6 +339,7 @@ def test_a_kill_at_any_write_sync_or_rename_leaves_the_old_or_the_new(saved, tmp
             return counted
 
         with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", lambda _: None)  # slow, and what a killed process wrote is there without it
             for owner, name in ((os, "fsync"), (os, "replace"), (Path, "write_text"), (Path, "write_bytes")):
                 patch.setattr(owner, name, passed(getattr(owner, name)))
             patch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # a killed process does not clean up
@@ -369,10 +370,12 @@ def test_every_flipped_byte_and_every_cut_is_found(saved, tmp_path, caplog):
     draw = random.Random(0)
     for file in files:
         data = file.read_bytes()
-        places = [draw.randrange(len(data)) for _ in range(300 if file.name == "manifest.json" else 20)]
+        places = [draw.randrange(len(data)) for _ in range(300 if file.name == "manifest.json" else 8)]
         damaged = [data[:at] + bytes([data[at] ^ draw.randrange(1, 256)]) + data[at + 1 :] for at in places]
         for content in (*damaged, data[:-1], data[: len(data) // 2], b"", None):
-            file.write_bytes(content) if content is not None else file.unlink()
+            file.unlink(missing_ok=True)  # ext4 writes a file that is truncated to the disk at once
+            if content is not None:
+                file.write_bytes(content)
             caplog.clear()
             if file.parent.name == "version-2" or file.name != "manifest.json" or content is None:
                 assert find_checkpoint(tmp_path)[0].name == "version-1", (file, content)

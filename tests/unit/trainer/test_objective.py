@@ -265,9 +265,9 @@ def learning_curve(settings, *, staleness, seed):
     generator = torch.Generator().manual_seed(seed)
     settings = settings.resolved(staleness)
     logits = torch.zeros(8, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.Adam([logits], lr=0.1)
+    optimizer = torch.optim.Adam([logits], lr=0.2)
     versions, chances = [], []
-    for _ in range(40):
+    for _ in range(20):
         versions.append(logits.detach().log_softmax(0))
         chances.append(float(versions[-1][3].exp()))
         behavior = versions[max(0, len(versions) - 1 - staleness)]
@@ -294,7 +294,7 @@ def learning_curve(settings, *, staleness, seed):
 def test_every_loss_learns(loss, staleness):
     chances = learning_curve(AlgorithmSettings(name="grpo", kl_coef=0, loss=loss), staleness=staleness, seed=0)
     assert chances[0] == pytest.approx(1 / 8)
-    assert chances[20] > chances[5] > chances[0]
+    assert chances[10] > chances[3] > chances[0]
     if loss == "geometric_mask" and staleness:  # learns slowly: off-policy data exceeds the tight range
         assert 0.2 < chances[-1] < 0.9
     else:
@@ -370,12 +370,17 @@ def test_steps_in_micro_batches_are_the_same_steps(actor, settings):
             settings.model_copy(update={"whiten_advantages": False}),
             max_response_tokens=8,
         )
-        for size in (0, 1, 2)
+        for size in (0, 2)
     ]
-    whole, *others = ([learner.step(make_part()) for _ in range(2)] and weights(learner) for learner in learners)
-    # The rows share a prompt, computed once for the whole batch; the model's norms round to float32.
-    for other in others:
-        torch.testing.assert_close(other, whole, atol=1e-7, rtol=0)
+    batch = make_part()
+    batch.sequences = torch.randint(13, (3, 5), generator=torch.Generator().manual_seed(0))
+    batch.sequences[:, :2] = 1  # the rows share a prompt, computed once for the whole batch
+    (norms, whole), (norms_of_parts, parts) = (
+        ([learner.step(batch)["policy/grad_norm"] for _ in range(2)], weights(learner)) for learner in learners
+    )
+    # The model's norms round to float32. Adam hides a wrong scale of the gradients.
+    torch.testing.assert_close(parts, whole, atol=1e-7, rtol=0)
+    assert norms_of_parts == pytest.approx(norms, rel=1e-6)
 
 
 def test_distillation_as_a_reward_and_as_a_loss_is_the_gradient_of_the_reverse_kl():

@@ -664,7 +664,7 @@ def test_a_maker_that_misses_an_update_gets_all_weights_next(miss, run, caplog):
 
 
 def test_a_late_maker_delays_one_update_and_gets_all_weights_when_it_answers(trained, caplog):
-    run = Run(trained, seconds=2.0)
+    run = Run(trained, seconds=0.5)
     held = run.peers.hold("new", UPDATE)
     run.send()
     assert misses_of("new", caplog) == [2]
