@@ -15,8 +15,6 @@ from coati.rollout.native.slots import on_device
 # Maximum tokens per pass: enough for matrix products to run at full speed on a GPU, at little memory.
 PASS_TOKENS = 16384
 
-Integers = NDArray[np.int64]
-
 
 class PrefillBatch(NamedTuple):
     """Texts that one pass prefills, packed end to end: T tokens and W writes to the cache, some to several samples."""
@@ -86,7 +84,7 @@ def prefill_batch_of(samples: Sequence[Sample], page_size: int, device: torch.de
     )
 
 
-def _ranges(starts: Integers, counts: Integers) -> Integers:
+def _ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return all numbers of several ranges, given the start and size of each."""
     ends = counts.cumsum()
     return np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
