@@ -53,7 +53,7 @@ def make_strategy(config: RunSettings, role: Literal["trainer", "maker"]) -> Str
     common: dict[str, Any] = {
         "seed": config.run.seed,
         "device": None if config.model.device == "auto" else config.model.device,
-        # In a collective, a rank may have to wait for as long as another rank waits for its batch.
+        # In a collective, a rank may have to wait until another rank has updated its makers.
         "timeout_seconds": max(config.deadlines.batch_seconds, config.deadlines.update_seconds),
     }
     if role == "maker":

@@ -51,6 +51,7 @@ class ReplayedRun(SynchronousRun):
         newest = max(made & published, default=0)
         self.last = newest if until is None else min(until, newest)  # the version at which the replay ends
         self.num_sampled = 0
+        self._ends = {event["train"]: event["samples"] for event in events if "train" in event}  # samples by version
         self._events = iter(events)
         # Number of deliveries, by version, that still need its weights.
         self._num_uses = Counter(version for event in events for version in _versions_of(event))
@@ -64,14 +65,16 @@ class ReplayedRun(SynchronousRun):
         maker: Any = self.maker.pipeline.experience_maker
         self._engine = maker.engine = _ReplayEngine(getattr(maker, "engine", None))
 
+    def fit(self, total_steps: int, update_steps: int, train_epochs: int = 1) -> None:  # noqa: ARG002
+        """Repeat the training of all versions that are to be checked."""
+        if self.last:
+            super().fit(self._ends[self.last] // self._config.train.batch_size, update_steps, train_epochs)
+
     def next_batch(self) -> Experience | None:
-        """Return the next batch that the run trained on, or None if its version ended first."""
+        """Return the next batch that the run trained on."""
         size = self._config.train.batch_size
         while len(self._picked) < size:
-            event = {"train": 0} if self.should_stop() else next(self._events, {"train": 0})
-            if "train" in event:
-                return None
-            self._apply(event)
+            self._apply(next(self._events))
         batch = [self._picked.popleft() for _ in range(size)]
         self.num_sampled += size
         return pad_items(sorted(batch, key=self._number_of))
@@ -83,10 +86,6 @@ class ReplayedRun(SynchronousRun):
 
     def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
         """Do nothing: a replay saves no checkpoints."""
-
-    def should_stop(self) -> bool:
-        """Return whether all versions have been checked."""
-        return self.version >= self.last
 
     def _update_remote_makers(self, fully_update: bool = False, **_: Any) -> None:  # noqa: ARG002  (always full)
         """Repeat the run's events up to the publication of these weights."""

@@ -242,6 +242,17 @@ def test_a_run_stopped_in_the_middle_of_a_version_replays(settings, tmp_path):
     assert replay(folder, until=1).num_samples == 8
 
 
+def test_a_run_of_groups_that_was_stopped_amid_one_replays_silently(settings, tmp_path, caplog):
+    folder = tmp_path / "run"
+    groups = {"algorithm": {"name": "grpo"}, "rollout": {"samples_per_prompt": 8}, "train": {"total_steps": 12}}
+    Interleaved(settings(folder, **groups), seed=5, stops_at=5)  # batches of 4
+    assert find(folder, "train", -1)[1]["samples"] == 20
+    caplog.clear()
+    assert replay(folder).num_samples == 20
+    assert replay(folder, until=1).num_samples == 8
+    assert "training ends" not in caplog.text
+
+
 def test_the_first_weight_that_differs_is_named(finished):
     number, event = find(finished, "publish", 3)
     digests = event["weights"]["actor"]

@@ -276,4 +276,4 @@ def test_a_dry_run_counts_the_prompts_of_each_set_that_are_skipped_or_cut_short(
     training, held_out = [line for line in dry_run().splitlines() if "will be skipped" in line]
     assert training == "[prompts]: 3 prompts longer than prompts.max_tokens will be skipped."
     assert "held-out: 1 prompt without room for a response will be skipped; " in held_out  # of the first three
-    assert "1 prompt too long for max_new_tokens more" in held_out  # 5 tokens, plus the first token
+    assert "responses to 1 prompt have less room" in held_out  # 5 tokens, plus the first token

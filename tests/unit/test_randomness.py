@@ -70,3 +70,8 @@ def test_large_and_negative_keys_do_not_collide():
     keys = (-1, -2, -3, 1 << 63, (1 << 63) + 1)
     assert len({keyed_generator(0, key).random() for key in keys}) == len(keys)
     assert len({keyed_generator(key, 0).random() for key in keys}) == len(keys)
+
+
+def test_each_row_may_have_a_seed_of_its_own():
+    one, other = keyed_uniforms([1, 7], [5, 6], 3).tolist()
+    assert (one, other) == (keyed_uniforms(1, [5], 3)[0].tolist(), keyed_uniforms(7, [6], 3)[0].tolist())

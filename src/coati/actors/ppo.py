@@ -102,7 +102,6 @@ class PlainPPOTrainer(Trainer):
         self._max_staleness = options.topology.max_staleness  # negative: unbounded
         self._version_metrics: dict[str, float] = {}  # of the latest version
         self._num_steps_unpublished = 0
-        self._found: tuple[Experience | None] | None = None  # this rank's next batch, while other ranks wait for theirs
         self._sender = self._make_sender(only_trained=update_lora_weights)
         self._sync: Future[None] | None = None  # the last full update
         # Held while weights change and while they are read for publishing, so that no update mixes two versions.
@@ -350,8 +349,6 @@ class PlainPPOTrainer(Trainer):
             return super()._try_batch(seconds)
         self._found = self._found or super()._try_batch(seconds)
         batch = None if self._found is None else self._found[0]
-        if self._found is not None:  # the other ranks have deadlines of their own
-            self._buffer.last_progress = time.monotonic()
         with self._timeline.span("wait_ranks"):
             is_behind = self._sender.recipients.need_all
             mine = [self._found is None, batch is not None, self.should_stop(), is_behind]
@@ -360,11 +357,12 @@ class PlainPPOTrainer(Trainer):
         if num_waiting and not num_stopped:
             if num_behind and (self.strategy.shards_parameters or is_behind):
                 self._send_to_late_makers()
+            if self._found is not None or num_behind:  # it waits for other ranks, or for a maker that was updated now
+                self._buffer.last_progress = time.monotonic()
             return None
         self._found = None
-        if num_stopped and batch is not None:
-            logger.warning("dropped a batch of %d samples: a rank was stopped", batch.num_samples)
-            self._buffer.give_back(batch)
-        if num_stopped or not num_with_data:
-            return (None,)
-        return (Experience.blank(0) if batch is None else batch,)
+        if num_stopped:
+            self.stop()
+            if batch is not None:
+                self._buffer.give_back(batch)
+        return (None if num_stopped or not num_with_data else batch or Experience.blank(0),)

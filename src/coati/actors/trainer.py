@@ -60,6 +60,7 @@ class Trainer(Worker, ABC):
             train_batch_size, buffer_limit, maker_names=self.maker_names, deadlines=self.deadlines
         )
         self._is_exhausted = False  # whether no more data will come in this `fit`
+        self._found: tuple[Experience | None] | None = None  # this rank's next batch, while other ranks wait for theirs
         self._num_batches = 0
         self._num_samples = 0
         self._num_done = 0  # fresh batches done before the checkpoint that `fit` resumes from
@@ -86,7 +87,7 @@ class Trainer(Worker, ABC):
         for name, value in numbers.items():
             if value < 1:
                 raise ConfigError(f"fit's {name} must be 1 or more, got {value}.")
-        self._state, self._is_exhausted = "working", False
+        self._state, self._is_exhausted, self._found = "working", False, None
         self._timeline.lap()  # the metrics of this fit exclude earlier time
         self._buffer.begin_fit()
         try:

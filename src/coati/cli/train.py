@@ -88,7 +88,7 @@ def _show_lost_prompts(console: Console, config: RunSettings) -> None:
         cut = lost.pop(CUT_SHORT, 0)
         messages = [f"{counted(count, 'prompt')} {reason} will be skipped" for reason, count in lost.items()]
         if cut:
-            messages.append(f"{counted(cut, 'prompt')} too long for max_new_tokens more in the context")
+            messages.append(f"responses to {counted(cut, 'prompt')} have less room in the context than max_new_tokens")
         if messages:
             console.print(f"{name}: {'; '.join(messages)}.", style="yellow", markup=False, soft_wrap=True)
 

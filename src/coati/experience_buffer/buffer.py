@@ -38,7 +38,9 @@ class SampleBuffer(ABC):
 
     def __init__(self, sample_batch_size: int) -> None:
         self.sample_batch_size = sample_batch_size
-        self.last_progress = 0.0  # monotonic time at which a maker last reported that it is busy with other work
+        self.last_progress = (
+            0.0  # monotonic time from which the deadline of a batch counts: a maker was busy with other work
+        )
         self.num_sampled = 0  # samples returned in batches
         self.num_made = 0  # leased samples delivered and accepted
         # Guards all state. Never held while waiting for room or for a batch.

@@ -230,7 +230,7 @@ def account_of(journals: Sequence[JournalContent]) -> RunAccount:
 
 
 def history_of(folder: Path, sample: int) -> list[str]:
-    """Return the life of the group that a sample belongs to, as lines of text. Raises DataError for an unknown sample.
+    """Return the history of a sample's group, as lines of text. Raises DataError for an unknown sample.
 
     Every line begins with the version that the trainer had reached.
     """

@@ -1,6 +1,6 @@
 """How an actor spends its time: spans with a start and an end, and totals by activity.
 
-It is the only source of times: for metrics (`take`), performance summaries (`read`), and `coati report`, for which the
+It is the only source of times: for metrics (`lap`), performance summaries (`read`), and `coati report`, for which the
 driver writes the spans to `spans.jsonl`. Times are seconds since the epoch: the wall clock is read once per timeline,
 then a monotonic clock continues it. Actors on different hosts agree only as well as the hosts' clocks do.
 """

@@ -8,8 +8,9 @@ from ray_testing import DEADLINES, strategy
 from tiny import actor_and_critic, experience, maker_models
 
 from coati.actors.options import MakerOptions, TrainerOptions
-from coati.config import AlgorithmSettings, RolloutSettings, TrainSettings
+from coati.config import AlgorithmSettings, RolloutSettings, TrainSettings, build_config
 from coati.errors import ConfigError, DataError
+from coati.ray.actor_factory import ActorFactory
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer, PPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder, MakerHolder
 from coati.trainer.ppo import PPOLearner
@@ -79,3 +80,18 @@ def test_learner_metrics_are_converted_to_floats():
 def test_help_shows_what_an_actor_class_does(actor_class, plain):
     assert actor_class.__doc__ == plain.__doc__
     assert "options" in pydoc.render_doc(actor_class)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_trainers_of_runs_with_lora_send_only_adapters(monkeypatch, tmp_path, rank):
+    started = []
+    monkeypatch.setattr(ActorFactory, "_start", lambda _self, _actor, _options, /, **given: started.append(given))
+    sections = {
+        "run": {"output": str(tmp_path)},
+        "model": {"path": "m"},
+        "prompts": {"path": "p.jsonl"},
+        "reward": {"function": "a:b"},
+        "lora": {"rank": rank},
+    }
+    ActorFactory(build_config(sections)).create_trainers(None, makers=["maker-0"], incarnation=0)
+    assert [given["update_lora_weights"] for given in started] == [rank > 0]
