@@ -17,6 +17,12 @@ from coati.errors import ConfigError, HeadLost, RunStopped
 from coati.ray import cluster
 
 
+@pytest.fixture(autouse=True)
+def no_other_ray(monkeypatch):
+    """Other tests in this process may use a real Ray."""
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+
+
 @pytest.fixture
 def config(tmp_path):
     return build_config(
