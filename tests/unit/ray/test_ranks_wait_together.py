@@ -127,12 +127,21 @@ def test_a_stop_of_a_rank_ends_the_wait_of_all(make_group, caplog):
     assert caplog.text.count("training ends after 0 of 2 batches: it was stopped") == 2
 
 
+def test_a_rank_without_data_ends_when_another_is_stopped(make_group):
+    first, second = make_group()
+    first._buffer.try_sample = _then(first._buffer.try_sample, second.stop)
+    fit_all((first, second), 2, 1)
+    assert first.sizes == second.sizes == []
+
+
 def test_a_rank_whose_makers_have_finished_takes_the_steps_of_the_others(make_group):
     first, second = make_group()
     for index in range(3):
         first.buffer_append(experience(4 * index, 4))
-    second._buffer.last_batch = lambda: (None,)
+    second._buffer.last_batch, asked = (lambda: (None,)), []
+    second._buffer.try_sample = asked.append
     fit_all((first, second), 3, 2, 2)
+    assert len(asked) == 1, "it waited again"
     assert (first.sizes, second.sizes) == ([4] * 6, [0] * 6), "in later epochs too"
 
 
