@@ -8,6 +8,7 @@ makers ── buffer_extend ──►  replay buffer ── whole batches ──
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from logging import INFO, WARNING
 from typing import Any
 
 from coati import faults
@@ -109,8 +110,8 @@ class Trainer(Worker, ABC):
             if num_fresh == wanted:
                 self.checkpoint(num_done)
             else:
-                reason = "it was stopped" if self.should_stop() else "no more data came"
-                logger.warning("training ends after %d of %d batches: %s", num_done, total_steps, reason)
+                level, why = (INFO, "it was stopped") if self.should_stop() else (WARNING, "no more data came")
+                logger.log(level, "training ends after %d of %d batches: %s", num_done, total_steps, why)
                 break
         if 0 < num_done < total_steps:
             self.checkpoint(num_done, was_stopped=True)

@@ -120,7 +120,7 @@ def test_a_stop_of_a_rank_ends_the_wait_of_all(make_group, caplog):
     first.buffer_append(experience(4, 4))
     first._buffer.give_back, given_back = (lambda batch: given_back.append(batch.num_samples)), []
     first._buffer.try_sample = _then(first._buffer.try_sample, second.stop)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         fit_all((first, second), 2, 1)
     assert first.sizes == second.sizes == []
     assert given_back == [4]

@@ -139,6 +139,7 @@ def test_an_episode_without_any_batch_publishes_nothing(caplog):
 
 
 def test_a_stop_in_the_middle_of_an_episode_is_reported_as_a_stop(caplog):
+    caplog.set_level("INFO")
     recorder = Recorder(should_stop=lambda: len(recorder.trained) >= 3)
     recorder.fit(10, 2)
     assert recorder.num_fresh == 3
