@@ -7,7 +7,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from transformers import Qwen2Config
 
-from coati.experience_maker.scoring import score_with_models
+from coati.experience_maker.scoring import critic_values, reference_logprobs
 from coati.models import Actor, Critic, RewardModel, action_logprobs
 from coati.models.packing import PackedRows
 from coati.trainer.ppo import checkpoint_activations, compile_blocks, turn_off_dropout
@@ -35,9 +35,8 @@ def test_models_of_one_class_share_their_code_and_new_weights_are_seen(monkeypat
     action_mask = torch.ones(3, 4, dtype=torch.bool)
 
     def scores():
-        log_probs, values = score_with_models(
-            reference, critic, sequences, attention_mask, action_mask, temperatures=torch.ones(3)
-        )
+        tokens = sequences, attention_mask, action_mask
+        log_probs, values = reference_logprobs(reference, *tokens, torch.ones(3)), critic_values(critic, *tokens)
         num_frames.append(graphs.frame_count)
         with torch.no_grad():
             rewards = reward(sequences, attention_mask)

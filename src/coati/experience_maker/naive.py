@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,14 @@ from coati.devices import device_errors_explained
 from coati.errors import ConfigError, DataError
 from coati.experience import Experience, Sample
 from coati.experience_maker.base import MEMORY_REMEDY, AllSamplesDropped, ExperienceMaker, MakerBatch, with_ids
-from coati.experience_maker.scoring import GapWatch, NoSignal, estimate_advantages, keep_scored, score_with_models
+from coati.experience_maker.scoring import (
+    GapWatch,
+    NoSignal,
+    critic_values,
+    estimate_advantages,
+    keep_scored,
+    reference_logprobs,
+)
 from coati.models import RewardModel, as_critic
 from coati.models.actor import unwrap
 from coati.models.calls import context_length_of
@@ -86,6 +93,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.engine = make_engine(engine, actor) if isinstance(engine, str | RolloutSettings) else engine
         """The engine that generates responses."""
         self.timeline = Timeline()
+        self.after_last_use: Callable[[], None] = lambda: None
+        """Called during `score_complete` when it has no more use for the actor and the critic."""
         self._samples: dict[int, Sample] = {}  # by id, in the order of submission
         self._generating: set[int] = set()  # ids of the samples that have no response yet
         self._units: dict[int, list[int]] = {}  # unit -> ids of its samples, which are scored together
@@ -271,13 +280,15 @@ class NaiveExperienceMaker(ExperienceMaker):
         tokens, temperatures = experience.tokens_and_masks(), experience.temperatures
         assert temperatures is not None
         batch.scores = scorer.begin(*tokens, columns)
-        references, experience.values = score_with_models(self.initial_model, self.critic, *tokens, temperatures)
-        if references is not None:
-            mask, kind = tokens[-1], self.algorithm.kl_estimator
+        experience.values = critic_values(self.critic, *tokens)
+        batch.metrics |= self._gap_watch.measure(self.actor, experience, version=self.policy_version)
+        self.after_last_use()
+        if self.initial_model is not None:
+            references, mask = reference_logprobs(self.initial_model, *tokens, temperatures), tokens[-1]
+            kind = self.algorithm.kl_estimator
             experience.kl = kl_estimate(experience.action_log_probs, references, mask, kind=kind)
             if self.algorithm.kl_in == "loss":
                 experience.reference_log_probs = references.masked_fill(~mask, 0.0)
-        batch.metrics |= self._gap_watch.measure(self.actor, experience, version=self.policy_version)
         if not scorer.reward.is_host_work:  # a reward model must run before the next batch uses the GPU
             batch.take_scores()
 

@@ -63,6 +63,8 @@ class ExperiencePipeline:
         self.experience_maker = maker
         self.continuous_maker: NaiveExperienceMaker | None = maker if _supports_continuous_batching(maker) else None
         """The maker if it supports continuous batching; None if it makes whole batches."""
+        if self.continuous_maker is not None and not _overrides_scoring(maker):
+            self.continuous_maker.after_last_use = self._release_early
         self.served = served
         self.num_made = 0
         self.num_dropped = 0
@@ -120,7 +122,7 @@ class ExperiencePipeline:
             elif self._commit_between_tokens and continuous is not None and not continuous.num_complete:
                 maker.policy_version = self.served.commit_point()
             faults.reach("maker.generating")
-            batch = None
+            batch, incarnation = None, self.served.incarnation
             with device_errors_explained(f"making {self.num_in_progress} samples", MEMORY_REMEDY):
                 if continuous is None:
                     samples, self._next_batch = self._next_batch, []
@@ -131,7 +133,7 @@ class ExperiencePipeline:
                 elif continuous.num_generating:
                     continuous.generate_tokens()
             if batch is not None:
-                batch.version, batch.incarnation = maker.policy_version, self.served.incarnation
+                batch.version, batch.incarnation = maker.policy_version, incarnation
         except BaseException:
             self._release()
             raise
@@ -150,6 +152,12 @@ class ExperiencePipeline:
         # While a reward function is still busy with the last batch, collect more groups for the next one.
         is_free = self._last_scored is None or self._last_scored.is_ready
         return (is_enough and is_free) or (self._commit_between_tokens and self.served.has_pending)
+
+    def _release_early(self) -> None:
+        """Let an update be committed while a batch is being scored by other models, if it may be committed after it."""
+        maker = self.continuous_maker
+        if self._commit_between_tokens or (maker is not None and not maker.num_generating):
+            self._release()
 
     def _release(self) -> None:
         """Stop using the models, so updates can be committed."""
@@ -294,6 +302,13 @@ def _supports_continuous_batching(maker: ExperienceMaker) -> TypeGuard[NaiveExpe
         vars(owner) for owner in type(maker).__mro__ if {"start_samples", "make_experience"} & vars(owner).keys()
     )
     return "start_samples" in first
+
+
+def _overrides_scoring(maker: ExperienceMaker) -> bool:
+    """Whether scoring is the user's own code, which may use the actor and the critic to its end."""
+    return any(
+        getattr(type(maker), name) is not vars(NaiveExperienceMaker)[name] for name in ("score_complete", "_score")
+    )
 
 
 def _declared_keywords(maker_class: type) -> set[str]:

@@ -33,35 +33,43 @@ _PROBED_EVERY = 10
 
 
 @torch.no_grad()
-def score_with_models(
-    initial_model: nn.Module | None,
+def critic_values(
     critic: nn.Module | None,
+    sequences: Tensor,  # [B, S]
+    attention_mask: Tensor,  # [B, S]
+    action_mask: Tensor,  # [B, A] bool
+    *,
+    max_tokens: int = SCORED_TOKENS,
+) -> Tensor:
+    """Return values, [B, A], computed in passes of at most `max_tokens` tokens; 0 without a critic."""
+    if critic is None:
+        return torch.zeros_like(action_mask, dtype=torch.float32)
+    parts = _parts(critic, sequences, attention_mask, max_tokens)
+    values = [action_values(critic, sequences[rows], attention_mask[rows], action_mask.shape[1]) for rows in parts]
+    return torch.cat(values).masked_fill(~action_mask, 0.0)
+
+
+@torch.no_grad()
+def reference_logprobs(
+    model: nn.Module,
     sequences: Tensor,  # [B, S]
     attention_mask: Tensor,  # [B, S]
     action_mask: Tensor,  # [B, A] bool
     temperatures: Tensor,  # [B]
     *,
     max_tokens: int = SCORED_TOKENS,
-) -> tuple[Tensor | None, Tensor]:
-    """Return reference log-probs and values, [B, A] each, computed in passes of at most `max_tokens` tokens.
+) -> Tensor:
+    """Return log-probs, [B, A], computed in passes of at most `max_tokens` tokens."""
+    logprobs = []
+    for rows in _parts(model, sequences, attention_mask, max_tokens):
+        tokens = sequences[rows], attention_mask[rows], action_mask.shape[1]
+        logprobs.append(action_logprobs(model, *tokens, temperatures=temperatures[rows])[0])
+    return torch.cat(logprobs)
 
-    The log-probs are None without an initial model; the values are 0 without a critic.
-    """
-    num_actions, first = action_mask.shape[1], critic if initial_model is None else initial_model
-    if first is None:
-        return None, torch.zeros_like(action_mask, dtype=torch.float32)
-    costs = row_tokens(sequences, attention_mask, is_packed=not packed_scoring_problem(first))
-    references, values = [], []
-    for rows in row_parts(costs, max_tokens=max_tokens):
-        tokens = sequences[rows], attention_mask[rows]
-        if initial_model is not None:
-            logprobs, _ = action_logprobs(initial_model, *tokens, num_actions, temperatures=temperatures[rows])
-            references.append(logprobs)
-        if critic is None:
-            values.append(torch.zeros_like(references[-1]))
-        else:
-            values.append(action_values(critic, *tokens, num_actions).masked_fill(~action_mask[rows], 0.0))
-    return torch.cat(references) if references else None, torch.cat(values)
+
+def _parts(model: nn.Module, sequences: Tensor, attention_mask: Tensor, max_tokens: int) -> list[slice]:
+    costs = row_tokens(sequences, attention_mask, is_packed=not packed_scoring_problem(model))
+    return row_parts(costs, max_tokens=max_tokens)
 
 
 class GapWatch:

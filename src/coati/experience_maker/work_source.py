@@ -118,9 +118,10 @@ class LeasedPrompts(WorkSource):
     def wait_for_work(self, room: int) -> list[Sample] | OtherWork | None:
         """Wait for leases or other work. Return None after a stop."""
         while not self.should_stop():
+            version = self.served.version  # read first, so that a commit during the request ends the wait
             if (found := self.poll(room)) is not None:
                 return found
-            self.served.wait_for_version(self.served.version + 1, deadline_seconds=_POLL_SECONDS)
+            self.served.wait_for_version(version + 1, deadline_seconds=_POLL_SECONDS)
         return None
 
     def poll(self, room: int) -> list[Sample] | OtherWork | None:

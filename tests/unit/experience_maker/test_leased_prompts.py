@@ -94,6 +94,25 @@ def test_several_trainers_are_asked_for_equal_shares():
     assert story.waiting == [4, 4]
 
 
+def test_weights_that_arrive_during_a_request_end_the_wait_for_the_next_one():
+    story = Story(lead=0)
+    story.prompts.poll(4)
+    grant = story.trainers[0].lease
+
+    def lease(request):
+        answer = grant(request)
+        story.version += 1  # after the answer, which therefore grants nothing
+        return answer
+
+    def wait_for_version(at_least, *, deadline_seconds):
+        assert at_least <= story.version, "it would wait for weights after those that have just arrived"
+        story.is_stopped = True
+
+    story.trainers[0].lease, story.wait_for_version = lease, wait_for_version
+    assert story.prompts.wait_for_work(4) is None
+    assert story.is_stopped
+
+
 def test_a_group_with_a_missing_sample_is_dropped_whole_and_the_trainer_is_told_why():
     story = Story(group_size=2)
     items = story.settle(story.prompts.poll(4), without=[3])

@@ -422,23 +422,23 @@ def test_a_batch_without_a_finite_reward_is_dropped_whole(make_maker):
 @pytest.mark.parametrize(("number", "kl_coef"), [("log-prob", 0.1), ("value", 0.1), ("KL", 0.1), ("KL", 0.0)])
 def test_a_number_of_the_models_that_is_not_finite_costs_its_sample(make_maker, monkeypatch, caplog, number, kl_coef):
     maker = make_maker(kl_coef=kl_coef)
-    advance, score = maker.engine.advance, naive.score_with_models
+    advance = maker.engine.advance
 
-    def poisoned(tensor, name):
-        tensor = tensor.clone()
-        tensor[2, 0] = NAN if name == number else tensor[2, 0]
-        return tensor
+    def poisoned(score, name):
+        def scored(*args):
+            tensor = score(*args).clone()
+            tensor[2, 0] = NAN if name == number else tensor[2, 0]
+            return tensor
+
+        return scored
 
     def advance_poisoned():
         bad = NAN if number == "log-prob" else 1.0
         return [dataclasses.replace(one, log_probs=one.log_probs * (bad if one.id == 2 else 1.0)) for one in advance()]
 
-    def score_poisoned(*args):
-        reference, values = score(*args)
-        return poisoned(reference, "KL"), poisoned(values, "value")
-
     monkeypatch.setattr(maker.engine, "advance", advance_poisoned)
-    monkeypatch.setattr(naive, "score_with_models", score_poisoned)
+    monkeypatch.setattr(naive, "reference_logprobs", poisoned(naive.reference_logprobs, "KL"))
+    monkeypatch.setattr(naive, "critic_values", poisoned(naive.critic_values, "value"))
     batch = begun(
         maker,
         [Sample(one, prompt) for one, prompt in enumerate(PROMPTS)],

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from coati.experience import Experience
-from coati.experience_maker.scoring import GapWatch, score_with_models
+from coati.experience_maker.scoring import GapWatch, critic_values, reference_logprobs
 from coati.models import Actor, Critic, action_logprobs
 
 
@@ -25,15 +25,18 @@ def test_micro_batches_do_not_matter(llama, max_tokens, with_critic):
     reference.model.model.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    micro_batches = score_with_models(reference, critic, *rest, max_tokens=max_tokens)
+
+    def scores(**limit):
+        return reference_logprobs(reference, *rest, **limit), critic_values(critic, *rest[:3], **limit)
+
+    micro_batches = scores(max_tokens=max_tokens)
     assert calls == {1: [4, 3, 2, 5], 9: [9, 5], 20: [14]}[max_tokens]
-    whole = score_with_models(reference, critic, *rest)
-    for ours, theirs in zip(micro_batches, whole, strict=True):
+    for ours, theirs in zip(micro_batches, scores(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
         assert not ours.requires_grad
-    reference_logprobs, values = micro_batches
+    logprobs, values = micro_batches
     assert bool(values.any()) == with_critic
-    assert bool(reference_logprobs.any())
+    assert bool(logprobs.any())
 
 
 def written(sequences, log_probs, action_mask, versions, temperatures):

@@ -112,6 +112,7 @@ class Rig:
         on_step=lambda _: None,
         in_flight=True,
         maker_class=NaiveExperienceMaker,
+        while_scoring=lambda _: None,
     ):
         self.sent, self.stop, self.items, self.story = [], threading.Event(), {}, []
 
@@ -124,6 +125,9 @@ class Rig:
         algorithm = AlgorithmSettings(name="grpo" if group_size > 1 else "ppo")
         scorer = RewardScorer(FunctionReward(scores_of), Nothing())
         models = actor, Critic(llama(seed=2)), scorer, Actor(llama(seed=3))
+        for model, name in zip(models, ("actor", "critic", "", "reference"), strict=True):
+            if name:
+                model.register_forward_pre_hook(lambda *_, name=name: while_scoring(name))
         self.maker = maker_class(*models, algorithm=algorithm, engine=self.engine)
         self.served = ServedModels(self.maker.trained_models)
         self.pipeline = ExperiencePipeline(self.maker, self.served, commit_between_tokens=in_flight)
@@ -347,6 +351,33 @@ def test_a_complete_group_is_scored_by_the_newest_of_the_weights_that_wrote_it()
     assert [one for _, batch in scored for one in [sample.id for sample in batch.samples]] == list(range(8))
     assert all(int(row.max()) == version for version, batch in scored for row in batch.experience.policy_versions)
     assert len({version for version, _ in scored}) > 4
+
+
+def versions_while_scoring(*, offered_by, **options):
+    """Return the version of the weights at each model's pass over a batch during which version 1 is offered."""
+    seen = {}
+
+    def while_scoring(name):
+        if name == offered_by:
+            rig.offer(1)
+        seen.setdefault(name, rig.served.version)
+
+    rig = Rig(lambda one: 3 if one < 4 else 6, total=8, capacity=8, while_scoring=while_scoring, **options)
+    rig.run()
+    assert {*rig.versions(0)} == {0}
+    assert rig.served.version == 1
+    return seen
+
+
+def test_weights_are_committed_while_the_reference_scores_a_batch():
+    assert versions_while_scoring(offered_by="reference") == {"critic": 0, "actor": 0, "reference": 1}
+    # The actor's pass checks the engine's log-probs.
+    assert versions_while_scoring(offered_by="critic") == {"critic": 0, "actor": 0, "reference": 1}
+
+
+@pytest.mark.parametrize("options", [{"in_flight": False}, {"maker_class": Watched}])
+def test_weights_are_not_committed_under_samples_in_progress_or_scoring_of_ones_own(options):
+    assert versions_while_scoring(offered_by="critic", **options) == {"critic": 0, "actor": 0, "reference": 0}
 
 
 def test_without_commits_between_tokens_new_weights_wait_until_all_samples_have_ended():
