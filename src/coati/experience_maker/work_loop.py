@@ -116,8 +116,11 @@ class WorkLoop:
         """Request the next work if there is room for it. After a stop, request no more."""
         if self.stop.is_set():
             self._has_more = False
-        elif self._requested is None and self._has_more and (room := self._room()) is not None:
-            self._requested = thread.run(lambda: self.source.wait_for_work(room))
+        elif self._has_more and (room := self._room()) is not None:
+            if self._requested is None:
+                self._requested = thread.run(lambda: self.source.wait_for_work(room))
+            else:
+                self.source.room = room  # more than when the request began to wait
 
     def _room(self) -> int | None:
         """Return the number of samples that there is room for; None if it is too small for a request."""

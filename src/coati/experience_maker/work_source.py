@@ -36,6 +36,7 @@ class WorkSource(ABC):
     capacity = 0  # number of samples generated at once with continuous batching; 0 for whole batches
     min_samples = 1  # smallest number of samples that a request returns
     num_skipped = 0  # number of prompts skipped so far
+    room = 0  # number of samples to request; the loop raises it when slots become free while a request waits
     awaited = "the next batch of prompts. Check what the data loader waits for"
     """What the maker is waiting for, in error messages."""
     last_answer = 0.0  # monotonic time of the last answer of a trainer, even if it granted nothing
@@ -117,9 +118,10 @@ class LeasedPrompts(WorkSource):
 
     def wait_for_work(self, room: int) -> list[Sample] | OtherWork | None:
         """Wait for leases or other work. Return None after a stop."""
+        self.room = room
         while not self.should_stop():
             version = self.served.version  # read first, so that a commit during the request ends the wait
-            if (found := self.poll(room)) is not None:
+            if (found := self.poll(self.room)) is not None:
                 return found
             self.served.wait_for_version(version + 1, deadline_seconds=_POLL_SECONDS)
         return None

@@ -113,6 +113,18 @@ def test_weights_that_arrive_during_a_request_end_the_wait_for_the_next_one():
     assert story.is_stopped
 
 
+def test_a_request_that_waits_asks_for_slots_that_become_free_meanwhile():
+    story = Story(lead=0)
+    story.prompts.poll(4)
+
+    def wait_for_version(at_least, *, deadline_seconds):
+        story.is_stopped, story.prompts.room = story.prompts.room == 3, 3
+
+    story.wait_for_version = wait_for_version
+    assert story.prompts.wait_for_work(1) is None
+    assert [request.wanted for request in story.trainers[0].requests] == [4, 1, 3]
+
+
 def test_a_group_with_a_missing_sample_is_dropped_whole_and_the_trainer_is_told_why():
     story = Story(group_size=2)
     items = story.settle(story.prompts.poll(4), without=[3])

@@ -5,7 +5,7 @@ The models are real. The engine follows a script: the length of each response, a
 
 import dataclasses
 import threading
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from types import SimpleNamespace
 
 import pytest
@@ -237,6 +237,23 @@ def test_prompts_are_requested_when_enough_slots_are_free():
     assert rig.source.asked[0] == 32
     assert all(room >= 4 for room in rig.source.asked)
     assert rig.engine.most == 32
+
+
+def test_slots_that_become_free_while_a_request_waits_are_requested_too():
+    rig = Rig(lambda one: 2 + one, capacity=8)
+    rig._await_prompts = lambda: None
+    requests = []  # none of them is answered, so that no other thread takes part
+    thread = SimpleNamespace(run=lambda request: requests.append(request) or Future())
+    rig.pipeline.add_samples(rig.source.batch(range(6)))
+    rooms = []
+    while rig.maker.num_generating:
+        rig.loop._request_work(thread)
+        rooms.append(rig.source.room)
+        rig.pipeline.generate_and_score()
+    requests[0]()
+    assert (len(requests), rig.source.asked) == (1, [2])
+    assert rooms == sorted(rooms)
+    assert (rooms[0], rooms[-1]) == (0, 7)
 
 
 class Watched(NaiveExperienceMaker):
