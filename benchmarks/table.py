@@ -76,6 +76,8 @@ TRAININGS = {
             "trl-vllm": "--steps 10 --warmup 4",
             "coati-lead2": "--steps 18 --warmup 6",
             "coati-lead3": "--steps 18 --warmup 6",
+            "coati-grpo": "--steps 18 --warmup 6",
+            "coati-grpo-lead3": "--steps 18 --warmup 6",
         },
         "0.5B, 64 × (128 + 256)",
         "4.5 ×",
@@ -103,6 +105,8 @@ NAMES = {
     "coati-ppo": "coati, PPO",
     "coati-lead2": "coati, PPO, `topology.lead = 2`",
     "coati-lead3": "coati, PPO, `topology.lead = 3`",
+    "coati-grpo": "coati, GRPO",
+    "coati-grpo-lead3": "coati, GRPO, `topology.lead = 3`",
     "coati-vllm": 'coati, PPO, `engine = "vllm"`',
     "trl-vllm": "TRL with vLLM, GRPO",
 }

@@ -7,7 +7,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from transformers import Qwen2Config
 
-from coati.experience_maker.scoring import critic_values, reference_logprobs
+from coati.experience_maker.scoring import logprobs_of, values_of
 from coati.models import Actor, Critic, RewardModel, action_logprobs
 from coati.models.packing import PackedRows
 from coati.trainer.ppo import checkpoint_activations, compile_blocks, turn_off_dropout
@@ -36,7 +36,7 @@ def test_models_of_one_class_share_their_code_and_new_weights_are_seen(monkeypat
 
     def scores():
         tokens = sequences, attention_mask, action_mask
-        log_probs, values = reference_logprobs(reference, *tokens, torch.ones(3)), critic_values(critic, *tokens)
+        log_probs, values = logprobs_of(reference, tokens, torch.ones(3)), values_of(critic, tokens)
         num_frames.append(graphs.frame_count)
         with torch.no_grad():
             rewards = reward(sequences, attention_mask)

@@ -24,14 +24,7 @@ from coati.devices import device_errors_explained
 from coati.errors import ConfigError, DataError
 from coati.experience import Experience, Sample
 from coati.experience_maker.base import MEMORY_REMEDY, AllSamplesDropped, ExperienceMaker, MakerBatch, with_ids
-from coati.experience_maker.scoring import (
-    GapWatch,
-    NoSignal,
-    critic_values,
-    estimate_advantages,
-    keep_scored,
-    reference_logprobs,
-)
+from coati.experience_maker.scoring import GapWatch, NoSignal, estimate_advantages, keep_scored, logprobs_of, values_of
 from coati.models import RewardModel, as_critic
 from coati.models.actor import unwrap
 from coati.models.calls import context_length_of
@@ -280,13 +273,12 @@ class NaiveExperienceMaker(ExperienceMaker):
         tokens, temperatures = experience.tokens_and_masks(), experience.temperatures
         assert temperatures is not None
         batch.scores = scorer.begin(*tokens, columns)
-        experience.values = critic_values(self.critic, *tokens)
+        experience.values = values_of(self.critic, tokens)
         batch.metrics |= self._gap_watch.measure(self.actor, experience, version=self.policy_version)
         self.after_last_use()
         if self.initial_model is not None:
-            references, mask = reference_logprobs(self.initial_model, *tokens, temperatures), tokens[-1]
-            kind = self.algorithm.kl_estimator
-            experience.kl = kl_estimate(experience.action_log_probs, references, mask, kind=kind)
+            references, mask = logprobs_of(self.initial_model, tokens, temperatures), tokens[-1]
+            experience.kl = kl_estimate(experience.action_log_probs, references, mask, kind=self.algorithm.kl_estimator)
             if self.algorithm.kl_in == "loss":
                 experience.reference_log_probs = references.masked_fill(~mask, 0.0)
         if not scorer.reward.is_host_work:  # a reward model must run before the next batch uses the GPU

@@ -63,8 +63,9 @@ class ExperiencePipeline:
         self.experience_maker = maker
         self.continuous_maker: NaiveExperienceMaker | None = maker if _supports_continuous_batching(maker) else None
         """The maker if it supports continuous batching; None if it makes whole batches."""
-        if self.continuous_maker is not None and not _overrides_scoring(maker):
-            self.continuous_maker.after_last_use = self._release_early
+        scoring = [getattr(type(maker), name, None) for name in ("score_complete", "_score")]
+        if self.continuous_maker and scoring == [NaiveExperienceMaker.score_complete, NaiveExperienceMaker._score]:
+            self.continuous_maker.after_last_use = self._release_early  # other code may use the models to its end
         self.served = served
         self.num_made = 0
         self.num_dropped = 0
@@ -72,7 +73,7 @@ class ExperiencePipeline:
         self._generate_kwargs = dict(generate_kwargs or {})
         self._next_sample_id = first_sample_id
         self._next_batch: list[Sample] = []  # the next batch for a maker of whole batches
-        self._commit_between_tokens = commit_between_tokens
+        self.commit_between_tokens = commit_between_tokens
         self._model_use = contextlib.ExitStack()
         self._uses_models = False  # whether the models are in use, so no update may be committed
         self._max_generating = 1  # largest number of samples generated at once
@@ -88,11 +89,6 @@ class ExperiencePipeline:
         """Number of samples that were added and not yet returned by `generate_and_score`."""
         maker = self.continuous_maker
         return len(self._next_batch) if maker is None else maker.num_in_progress
-
-    @property
-    def accepts_samples(self) -> bool:
-        """Whether more samples may be added now. False while a weight update waits for the samples in progress."""
-        return self._commit_between_tokens or not (self.num_in_progress and self.served.has_pending)
 
     def add_samples(self, samples: list[Sample]) -> None:
         """Add samples to generate responses for."""
@@ -116,11 +112,11 @@ class ExperiencePipeline:
         """
         maker, continuous = self.experience_maker, self.continuous_maker
         try:
+            if self.commit_between_tokens and self.served.has_pending and continuous and not continuous.num_complete:
+                self._release()  # this commits the update
             if not self._uses_models:
                 maker.policy_version = self._model_use.enter_context(self.served.use())
                 self._uses_models = True
-            elif self._commit_between_tokens and continuous is not None and not continuous.num_complete:
-                maker.policy_version = self.served.commit_point()
             faults.reach("maker.generating")
             batch, incarnation = None, self.served.incarnation
             with device_errors_explained(f"making {self.num_in_progress} samples", MEMORY_REMEDY):
@@ -151,12 +147,11 @@ class ExperiencePipeline:
         is_enough = num_complete >= _SCORED_FRACTION * self._max_generating or is_overdue
         # While a reward function is still busy with the last batch, collect more groups for the next one.
         is_free = self._last_scored is None or self._last_scored.is_ready
-        return (is_enough and is_free) or (self._commit_between_tokens and self.served.has_pending)
+        return (is_enough and is_free) or (self.commit_between_tokens and self.served.has_pending)
 
     def _release_early(self) -> None:
         """Let an update be committed while a batch is being scored by other models, if it may be committed after it."""
-        maker = self.continuous_maker
-        if self._commit_between_tokens or (maker is not None and not maker.num_generating):
+        if self.commit_between_tokens or not self.num_in_progress:
             self._release()
 
     def _release(self) -> None:
@@ -302,13 +297,6 @@ def _supports_continuous_batching(maker: ExperienceMaker) -> TypeGuard[NaiveExpe
         vars(owner) for owner in type(maker).__mro__ if {"start_samples", "make_experience"} & vars(owner).keys()
     )
     return "start_samples" in first
-
-
-def _overrides_scoring(maker: ExperienceMaker) -> bool:
-    """Whether scoring is the user's own code, which may use the actor and the critic to its end."""
-    return any(
-        getattr(type(maker), name) is not vars(NaiveExperienceMaker)[name] for name in ("score_complete", "_score")
-    )
 
 
 def _declared_keywords(maker_class: type) -> set[str]:

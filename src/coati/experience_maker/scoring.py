@@ -1,6 +1,7 @@
 """From a rollout to advantages: reference log-probs, values, a check of the engine's log-probs, drops, advantages."""
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,44 +33,31 @@ _PROBED_ROWS = 2
 _PROBED_EVERY = 10
 
 
+Tokens = tuple[Tensor, Tensor, Tensor]  # sequences and attention mask, [B, S] each, and action mask, [B, A] bool
+
+
 @torch.no_grad()
-def critic_values(
-    critic: nn.Module | None,
-    sequences: Tensor,  # [B, S]
-    attention_mask: Tensor,  # [B, S]
-    action_mask: Tensor,  # [B, A] bool
-    *,
-    max_tokens: int = SCORED_TOKENS,
-) -> Tensor:
+def values_of(critic: nn.Module | None, tokens: Tokens, *, max_tokens: int = SCORED_TOKENS) -> Tensor:
     """Return values, [B, A], computed in passes of at most `max_tokens` tokens; 0 without a critic."""
+    mask = tokens[-1]
     if critic is None:
-        return torch.zeros_like(action_mask, dtype=torch.float32)
-    parts = _parts(critic, sequences, attention_mask, max_tokens)
-    values = [action_values(critic, sequences[rows], attention_mask[rows], action_mask.shape[1]) for rows in parts]
-    return torch.cat(values).masked_fill(~action_mask, 0.0)
+        return torch.zeros_like(mask, dtype=torch.float32)
+    values = [action_values(critic, *part) for _, part in _parts(critic, tokens, max_tokens)]
+    return torch.cat(values).masked_fill(~mask, 0.0)
 
 
 @torch.no_grad()
-def reference_logprobs(
-    model: nn.Module,
-    sequences: Tensor,  # [B, S]
-    attention_mask: Tensor,  # [B, S]
-    action_mask: Tensor,  # [B, A] bool
-    temperatures: Tensor,  # [B]
-    *,
-    max_tokens: int = SCORED_TOKENS,
-) -> Tensor:
-    """Return log-probs, [B, A], computed in passes of at most `max_tokens` tokens."""
-    logprobs = []
-    for rows in _parts(model, sequences, attention_mask, max_tokens):
-        tokens = sequences[rows], attention_mask[rows], action_mask.shape[1]
-        logprobs.append(action_logprobs(model, *tokens, temperatures=temperatures[rows])[0])
-    return torch.cat(logprobs)
+def logprobs_of(model: nn.Module, tokens: Tokens, temperatures: Tensor, *, max_tokens: int = SCORED_TOKENS) -> Tensor:
+    """Return log-probs, [B, A], at these temperatures [B], computed in passes of at most `max_tokens` tokens."""
+    parts = _parts(model, tokens, max_tokens)
+    return torch.cat([action_logprobs(model, *part, temperatures=temperatures[rows])[0] for rows, part in parts])
 
 
-def _parts(model: nn.Module, sequences: Tensor, attention_mask: Tensor, max_tokens: int) -> list[slice]:
+def _parts(model: nn.Module, tokens: Tokens, max_tokens: int) -> Iterator[tuple[slice, tuple[Tensor, Tensor, int]]]:
+    sequences, attention_mask, mask = tokens
     costs = row_tokens(sequences, attention_mask, is_packed=not packed_scoring_problem(model))
-    return row_parts(costs, max_tokens=max_tokens)
+    for rows in row_parts(costs, max_tokens=max_tokens):
+        yield rows, (sequences[rows], attention_mask[rows], mask.shape[1])
 
 
 class GapWatch:

@@ -123,7 +123,7 @@ class WorkLoop:
                 self.source.room = room  # more than when the request began to wait
 
     def _room(self) -> int | None:
-        """Return the number of samples that there is room for; None if it is too small for a request."""
+        """Return the room for samples; None if it is too small, or while an update waits for those in progress."""
         source, pipeline, maker = self.source, self.pipeline, self._continuous_maker
         if maker is None:
             return source.capacity if not pipeline.num_in_progress and len(self._pending) < 2 else None
@@ -132,7 +132,8 @@ class WorkLoop:
         room = min(source.capacity - num_generating, maker.room)
         min_room = max(source.min_samples, _MIN_FREE_FRACTION * (num_generating + room))
         is_enough = room >= min_room or not num_generating
-        return room if is_enough and num_pending <= 2 * source.capacity and pipeline.accepts_samples else None
+        is_open = pipeline.commit_between_tokens or not (pipeline.num_in_progress and pipeline.served.has_pending)
+        return room if is_enough and num_pending <= 2 * source.capacity and is_open else None
 
     def _await_work(self, requested: "Future[Any]") -> bool:
         """Wait for requested work, and finish batches meanwhile. Return False if a stop comes first."""

@@ -1,7 +1,7 @@
 """The models that a maker serves, and the short critical section in which their weights change.
 
 `use()` brackets work that must see a single version of the weights. An update is committed immediately if the models
-are free; otherwise when that work ends or calls `commit_point`. No lock is held while the models work.
+are free; otherwise when that work ends. No lock is held while the models work.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class ServedModels:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[int]:
-        """Use the models; yields the version of their weights, which stays the same unless `commit_point` is called."""
+        """Use the models; yields the version of their weights, which stays the same meanwhile."""
         with self._changed:
             self._commit_if_free()
             self._check_fault()
@@ -87,15 +87,6 @@ class ServedModels:
             pending = {} if self._pending is None else self._pending.tensors
             waiting = {name: tensor for (label, name), tensor in pending.items() if label == module}
             return {**self.modules[module].state_dict(), **waiting}
-
-    def commit_point(self) -> int:
-        """Commit a pending update between two steps of the caller's work; return the current version.
-
-        Commits nothing if another thread is using the models too.
-        """
-        with self._changed:
-            self._commit_if_free(num_own_users=1)
-            return self.version
 
     def offer(self, update: VerifiedUpdate) -> bool:
         """Commit an update as soon as the models are free; False if it is older than the current or pending one."""
@@ -128,9 +119,9 @@ class ServedModels:
         if self._fault is not None:
             raise WeightUpdateError(f"{self._fault}. Send a full update before the models serve again.")
 
-    def _commit_if_free(self, *, num_own_users: int = 0) -> None:
-        """Commit the pending update, if any, unless more than `num_own_users` are using the models. Needs the lock."""
-        if self._pending is None or self._num_users > num_own_users:
+    def _commit_if_free(self) -> None:
+        """Commit the pending update, if any, unless the models are in use. Needs the lock."""
+        if self._pending is None or self._num_users:
             return
         update, self._pending = self._pending, None
         started = time.perf_counter()

@@ -437,8 +437,8 @@ def test_a_number_of_the_models_that_is_not_finite_costs_its_sample(make_maker, 
         return [dataclasses.replace(one, log_probs=one.log_probs * (bad if one.id == 2 else 1.0)) for one in advance()]
 
     monkeypatch.setattr(maker.engine, "advance", advance_poisoned)
-    monkeypatch.setattr(naive, "reference_logprobs", poisoned(naive.reference_logprobs, "KL"))
-    monkeypatch.setattr(naive, "critic_values", poisoned(naive.critic_values, "value"))
+    monkeypatch.setattr(naive, "logprobs_of", poisoned(naive.logprobs_of, "KL"))
+    monkeypatch.setattr(naive, "values_of", poisoned(naive.values_of, "value"))
     batch = begun(
         maker,
         [Sample(one, prompt) for one, prompt in enumerate(PROMPTS)],

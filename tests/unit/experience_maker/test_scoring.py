@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from coati.experience import Experience
-from coati.experience_maker.scoring import GapWatch, critic_values, reference_logprobs
+from coati.experience_maker.scoring import GapWatch, logprobs_of, values_of
 from coati.models import Actor, Critic, action_logprobs
 
 
@@ -20,14 +20,14 @@ def test_micro_batches_do_not_matter(llama, max_tokens, with_critic):
         nn.init.normal_(critic.value_head.weight)
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 1, 1, 0], [1, 1, 1, 1, 1]])
     sequences = torch.randint(3, 11, mask.shape, generator=torch.Generator().manual_seed(0))
-    rest = (sequences, mask, mask[:, 2:].bool(), torch.tensor([1.0, 0.7, 1.0, 1.3]))
+    tokens, temperatures = (sequences, mask, mask[:, 2:].bool()), torch.tensor([1.0, 0.7, 1.0, 1.3])
     calls = []
     reference.model.model.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
 
     def scores(**limit):
-        return reference_logprobs(reference, *rest, **limit), critic_values(critic, *rest[:3], **limit)
+        return logprobs_of(reference, tokens, temperatures, **limit), values_of(critic, tokens, **limit)
 
     micro_batches = scores(max_tokens=max_tokens)
     assert calls == {1: [4, 3, 2, 5], 9: [9, 5], 20: [14]}[max_tokens]

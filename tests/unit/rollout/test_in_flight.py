@@ -126,10 +126,11 @@ def test_between_batches_an_update_waits_for_the_batch(pipeline):
     assert running.served.version == 1
 
 
-def test_a_commit_point_applies_no_update_while_others_use_the_models(actors):
+def test_no_update_is_committed_while_others_use_the_models(actors):
     old, new = actors
     served = ServedModels({"actor": copy.deepcopy(old)})
-    with served.use(), served.use():
-        served.offer(update_to(new, 1))
-        assert served.commit_point() == 0
+    with served.use():
+        with served.use():
+            served.offer(update_to(new, 1))
+        assert served.version == 0
     assert served.version == 1
