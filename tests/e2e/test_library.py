@@ -117,8 +117,16 @@ def test_progress_is_shown(film_run, monkeypatch, is_terminal, options, is_shown
     assert ("\x1b[" in text.getvalue()) == (is_terminal and is_shown)  # it moves the cursor of a terminal only
 
 
+@pytest.fixture
+def ctrl_c():
+    """Let SIGINT interrupt; shells start background jobs that ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("sync", [True, False])
-def test_ctrl_c_saves_the_run_which_can_then_continue(film_run, sync, forked_workers):
+def test_ctrl_c_saves_the_run_which_can_then_continue(film_run, sync, forked_workers, ctrl_c):
     def press(snapshot):
         if snapshot.step and not pressed:
             pressed.append(snapshot.step)
